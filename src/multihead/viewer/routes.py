@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from starlette.routing import Route
 
-from multihead.probes.blocks import CancelledError
 from multihead.record.analysis.similar import describe_layer_numbers
 from multihead.viewer import downloads
-from multihead.viewer.levels import FINEST_STORED_LEVEL, MAX_BYTES_IN_MEMORY, Array, MemoryBudget, number_of_levels
+from multihead.viewer.levels import (
+    FINEST_STORED_LEVEL,
+    MAX_BYTES_IN_MEMORY,
+    Array,
+    LayerMapLevels,
+    MemoryBudget,
+    number_of_levels,
+)
 from multihead.viewer.payload import (
     MARGIN_STATISTICS,
     RecordedRun,
@@ -36,9 +42,11 @@ from multihead.viewer.share import MAX_BYTES, SharedHead, name_shared_file, shar
 from multihead.viewer.site import WebSite
 from multihead.viewer.tiles import (
     ArrayCache,
+    IsCancelled,
     WorkerThreads,
     fine_tile,
     maps_of_all_heads,
+    raise_if_cancelled,
     tiles_per_side,
     weights_of_query,
 )
@@ -47,7 +55,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from multihead.errors import MultiheadError
     from multihead.record.sample import SampleRecord
 
 Writer = TypeVar("Writer")
@@ -105,14 +112,11 @@ class Viewer(WebSite):
 
     async def sample(self, request: Request) -> Response:
         """Describe a sample and start building its coarse levels."""
-        place = run, sample = self._requested_sample(request)
-        self._start_building_levels(*place)
-
-        if place not in self._described:
-            await self._compute_in_worker(
-                request, ("sample", *place), lambda _: self._cached_description(run, sample), by=self.slow_workers
-            )
-        return json_response(self._described[place])
+        run, sample = self._requested_sample(request)
+        self._start_building_levels(run, sample)
+        if (run, sample) not in self._described:
+            await self.compute(request, self.slow_workers, lambda _: self._cached_description(run, sample))
+        return json_response(self._described[run, sample])
 
     def _cached_description(self, run: int, sample: int) -> dict[str, Any]:
         # The description is stored even if the request was cancelled, so that loading the page again is faster.
@@ -122,23 +126,20 @@ class Viewer(WebSite):
 
     async def levels(self, request: Request) -> Response:
         """Return the progress of a sample's coarse levels."""
-        place = self._requested_sample(request)
-        return json_response(
-            describe_building_progress(self._start_building_levels(*place), self.builder.building_error(place))
-        )
+        run, sample = self._requested_sample(request)
+        pyramid = self._start_building_levels(run, sample)
+        return json_response(describe_building_progress(pyramid, self.builder.building_error((run, sample))))
 
     async def maps(self, request: Request) -> Response:
         """Return the small maps of all heads of a layer."""
-        place = run, sample, layer, one = self._requested_layer(request)
-
-        def compute_maps(cancelled: Callable[[], bool]) -> Array:
-            return self._small_maps(run, sample, layer, cancelled)
-
-        return floats_response(
-            await self._cached_or_computed(request, ("maps", *place[:3]), compute_maps), weights_per_cell(one)
+        run, sample = self._requested_sample(request)
+        layer, one = self._find_layer(run, sample, request.path_params["layer"])
+        maps = await self._cached_or_computed(
+            request, lambda is_cancelled: self._small_maps(run, sample, layer, is_cancelled)
         )
+        return floats_response(maps, weights_per_cell(one))
 
-    def _small_maps(self, run: int, sample: int, layer: int, cancelled: Callable[[], bool]) -> Array:
+    def _small_maps(self, run: int, sample: int, layer: int, is_cancelled: IsCancelled) -> Array:
         """Return the small maps of a layer, (heads, rows, columns), given the layer's index in the record."""
         one = self.runs[run].record.layers[layer].sample(sample)
         pooled, level = stored_small_maps(one), small_map_level(one)
@@ -147,12 +148,10 @@ class Viewer(WebSite):
             return values
         _require_map(one)
         if level < FINEST_STORED_LEVEL:
-            return maps_of_all_heads(one, level, cancelled=cancelled)
-        pyramid = self._require_levels(run, sample)
-        if not all(pyramid.is_built(layer, head) for head in range(one.num_heads)):
-            raise self._missing_levels_error(run, sample)
-        levels = pyramid.levels_of_layer(layer)
-        return np.stack([levels.block_means(head, level) for head in range(one.num_heads)])
+            return maps_of_all_heads(one, level, cancelled=is_cancelled)
+        heads = range(one.num_heads)
+        levels = self._built_levels(run, sample, layer, heads)
+        return np.stack([levels.block_means(head, level) for head in heads])
 
     async def tile(self, request: Request) -> Response:
         """Return a tile of a head's map."""
@@ -162,35 +161,40 @@ class Viewer(WebSite):
         if pooled is not None and not one.keeps_weights:  # the record stores only this level of the map, in one tile
             return floats_response(pooled[head].float().numpy())
         _require_map(one)
-        level = parse_number("level", params.get("level"), below=number_of_levels(one.num_queries, one.num_keys))
+        depth = number_of_levels(one.num_queries, one.num_keys)
+        level = parse_number("level", params.get("level"), below=depth)
         row = parse_number("row of tiles", params.get("row"), below=tiles_per_side(one.num_queries, level))
         column = parse_number("column of tiles", params.get("column"), below=tiles_per_side(one.num_keys, level))
         sink = parse_flag("sink", params.get("sink"), default=True)
-        if number_of_levels(one.num_queries, one.num_keys) > FINEST_STORED_LEVEL:
+        if depth > FINEST_STORED_LEVEL:
             self._require_levels(run, sample).move_to_front((layer, head))
-        if level >= FINEST_STORED_LEVEL:
-            pyramid = self._require_levels(run, sample)
-            if not pyramid.is_built(layer, head):
-                raise self._missing_levels_error(run, sample)
-            return floats_response(pyramid.levels_of_layer(layer).tile(head, level, row, column, sink=sink))
-        return floats_response(
-            await self._cached_or_computed(
-                request,
-                ("tile", run, sample, layer, head, level, row, column, sink),
-                lambda cancelled: fine_tile(one, head, level, row=row, column=column, sink=sink, cancelled=cancelled),
-            )
-        )
+
+        def compute_tile(is_cancelled: IsCancelled) -> Array:
+            return self._tiles_of_head(run, sample, layer, head, is_cancelled)(level, row, column, sink=sink)
+
+        if level >= FINEST_STORED_LEVEL:  # the tile is read from the stored levels
+            return floats_response(compute_tile(lambda: False))
+        return floats_response(await self._cached_or_computed(request, compute_tile))
+
+    def _tiles_of_head(
+        self, run: int, sample: int, layer: int, head: int, is_cancelled: IsCancelled
+    ) -> Callable[..., Array]:
+        """Return a function that reads or computes a tile of a head's map, given level, row, column and sink=."""
+        one = self.runs[run].record.layers[layer].sample(sample)
+
+        def tile(level: int, row: int, column: int, *, sink: bool) -> Array:
+            if level >= FINEST_STORED_LEVEL:
+                return self._built_levels(run, sample, layer, [head]).tile(head, level, row, column, sink=sink)
+            return fine_tile(one, head, level, row=row, column=column, sink=sink, cancelled=is_cancelled)
+
+        return tile
 
     async def weights_of_query(self, request: Request) -> Response:
         """Return the attention weights of one query."""
-        *place, one = self._requested_head(request)
+        *_, head, one = self._requested_head(request)
         _require_map(one)
         query = parse_number("query", request.query_params.get("query"), below=one.num_queries)
-        return floats_response(
-            await self._compute_in_worker(
-                request, ("row", *place, query), lambda _: weights_of_query(one, place[-1], query)
-            )
-        )
+        return floats_response(await self.compute(request, self.workers, lambda _: weights_of_query(one, head, query)))
 
     async def margin(self, request: Request) -> Response:
         """Return a statistic per key or per query, which is drawn at a margin of a head's map."""
@@ -206,26 +210,24 @@ class Viewer(WebSite):
         """Return the statistics of every head as a CSV or JSON file."""
         run, sample = self._requested_sample(request)
         form, write = _requested_format(request, downloads.TABLE_WRITERS)
-        rows = await self._compute_in_worker(
-            request, ("table", run, sample), lambda _: table_rows_of_heads(self.runs[run], sample), by=self.slow_workers
-        )
+        rows = await self.compute(request, self.slow_workers, lambda _: table_rows_of_heads(self.runs[run], sample))
         return download_response(write(rows), f"heads-{sample}", form)
 
     async def list_changed_heads(self, request: Request) -> Response:
         """Return the heads that differ most from those of another record."""
         run, sample = self._requested_sample(request)
-        other = parse_number("record", request.path_params["other"], below=len(self.runs))
-        parse_number("sample", str(sample), below=self.runs[other].num_samples)
-        top = parse_number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=12)
-
-        def rank_heads_by_change(cancelled: Callable[[], bool]) -> dict[str, Any]:
-            stop = partial(_raise_if, cancelled)
-            return changed_heads(self.runs[run], self.runs[other], sample, top, lang=self.lang, progress=stop)
-
-        return json_response(
-            await self._compute_in_worker(
-                request, ("changed", run, sample, other, top), rank_heads_by_change, by=self.slow_workers
-            )
+        other = self._requested_second_record(request.path_params["other"], run, sample)
+        top = _requested_number_of_heads(request, default=12)
+        return await self._slow_response(
+            request,
+            lambda is_cancelled: changed_heads(
+                self.runs[run],
+                self.runs[other],
+                sample,
+                top,
+                lang=self.lang,
+                progress=partial(raise_if_cancelled, is_cancelled),
+            ),
         )
 
     async def list_looking_heads(self, request: Request) -> Response:
@@ -234,16 +236,15 @@ class Viewer(WebSite):
         longest = max(layer.sample(sample).num_keys for layer in self.runs[run].record.layers)
         key = parse_number("key", request.query_params.get("key"), below=longest)
 
-        def find_heads(cancelled: Callable[[], bool]) -> dict[str, Any]:
+        def find_heads(is_cancelled: IsCancelled) -> dict[str, Any]:
             layers = self._cached_description(run, sample)["layers"]
-            return heads_looking_at(self.runs[run], sample, key, layers, partial(_raise_if, cancelled))
+            return heads_looking_at(self.runs[run], sample, key, layers, partial(raise_if_cancelled, is_cancelled))
 
-        found = await self._compute_in_worker(request, ("looking", run, sample, key), find_heads, by=self.slow_workers)
-        return json_response(found)
+        return await self._slow_response(request, find_heads)
 
     async def weights(self, request: Request) -> Response:
         """Return the weights in a part of a head's map as a CSV or JSON file."""
-        run, sample, layer, head, one = self._requested_head(request)
+        _, sample, _, head, one = self._requested_head(request)
         form, write = _requested_format(request, downloads.WEIGHT_WRITERS)
         _require_map(one)
         queries = parse_range("queries", request.query_params.get("queries"), one.num_queries)
@@ -252,43 +253,43 @@ class Viewer(WebSite):
         text = write(
             one, head, queries=queries, keys=keys, query_tokens=one.query_text.tokens, key_tokens=one.text.tokens
         )
-        return download_response(text, f"weights-{sample}-L{self._number_of_layer(run, layer)}H{head}", form)
+        return download_response(text, f"weights-{sample}-L{int(request.path_params['layer'])}H{head}", form)
 
     async def list_nearest_heads(self, request: Request) -> Response:
         """Return the heads whose weights are most similar to those of one head."""
-        run, sample, layer, head, one = self._requested_head(request)
+        run, sample, _, head, one = self._requested_head(request)
         _require_map(one)
-        top = parse_number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=5)
-        found = await self._compute_in_worker(
-            request,
-            ("nearest", run, sample, layer, head, top),
-            lambda _: nearest_heads(self.runs[run], sample, self._number_of_layer(run, layer), head, top),
-            by=self.slow_workers,
-        )
-        return json_response(found)
+        number, top = int(request.path_params["layer"]), _requested_number_of_heads(request, default=5)
+        return await self._slow_response(request, lambda _: nearest_heads(self.runs[run], sample, number, head, top))
 
     async def share(self, request: Request) -> Response:
         """Return the page with the view of one head, or of two compared heads, as one file of at most `most` bytes."""
         run, sample = self._requested_sample(request)
         params = request.query_params
-        other = parse_number("record", params.get("run"), below=len(self.runs), default=run)
-        parse_number("sample", str(sample), below=self.runs[other].num_samples)
+        other = self._requested_second_record(params.get("run"), run, sample)
         most = parse_number("size", params.get("most"), minimum=1, below=MAX_BYTES + 1, default=MAX_BYTES)
-        shown = [run] if other == run else [run, other]
+        shown = list(dict.fromkeys([run, other]))
 
-        def write_page(cancelled: Callable[[], bool]) -> tuple[str, bytes]:
-            heads = [self._find_shared_head(run, sample, 0, params.get("a"), cancelled)]
-            if params.get("b"):
-                heads.append(self._find_shared_head(other, sample, len(shown) - 1, params.get("b"), cancelled))
+        def write_page(is_cancelled: IsCancelled) -> tuple[str, bytes]:
+            def find_head(run: int, address: str) -> SharedHead:
+                """Find a head given as "layer.head"."""
+                layer, _, head = address.partition(".")
+                index, one = self._find_layer(run, sample, layer)
+                _require_map(one)
+                which = parse_number("head", head, below=one.num_heads)
+                tile = self._tiles_of_head(run, sample, index, which, is_cancelled)
+                return SharedHead(shown.index(run), int(layer), which, one, tile)
 
             def maps_if_built(place: int, layer: int) -> tuple[Array, tuple[int, int]] | None:
-                index = self._layer_index_by_number(shown[place])[layer]
-                block = weights_per_cell(self.runs[shown[place]].record.layers[index].sample(sample))
+                index, one = self._find_layer(shown[place], sample, str(layer))
                 try:
-                    return self._small_maps(shown[place], sample, index, cancelled), block
+                    return self._small_maps(shown[place], sample, index, is_cancelled), weights_per_cell(one)
                 except NotReadyError:
                     return None  # the levels are not built yet: the file shows glyphs instead of small maps
 
+            heads = [find_head(run, params.get("a", ""))]
+            if params.get("b"):
+                heads.append(find_head(other, params["b"]))
             runs = [describe_run(self.runs[each]) for each in shown]
             page = shared_page(
                 heads,
@@ -301,61 +302,35 @@ class Viewer(WebSite):
             )
             return name_shared_file(str(runs[0]["title"] or runs[0]["name"]), heads), page
 
-        name, page = await self._compute_in_worker(
-            request, ("share", run, sample, str(params)), write_page, by=self.slow_workers
-        )
+        name, page = await self.compute(request, self.slow_workers, write_page)
         return download_response(iter([page]), name, "html")
 
-    def _find_shared_head(
-        self, run: int, sample: int, place: int, given: str | None, cancelled: Callable[[], bool]
-    ) -> SharedHead:
-        """Find a head given as "layer.head", for a file in which the head's record has the index `place`."""
-        layer, _, head = (given or "").partition(".")
-        numbers = self._layer_index_by_number(run)
-        chosen = parse_number("layer", layer, below=max(numbers) + 1)
-        if chosen not in numbers:
-            raise NotFoundError(
-                f"There is no layer {chosen} in this record.", f"Give {describe_layer_numbers(list(numbers))}."
-            )
-        index = numbers[chosen]
-        one = self.runs[run].record.layers[index].sample(sample)
-        _require_map(one)
-        which = parse_number("head", head, below=one.num_heads)
-
-        def compute_tile(level: int, row: int, column: int, *, sink: bool) -> Array:
-            if level < FINEST_STORED_LEVEL:
-                return fine_tile(one, which, level, row=row, column=column, sink=sink, cancelled=cancelled)
-            pyramid = self._require_levels(run, sample)
-            if not pyramid.is_built(index, which):
-                raise self._missing_levels_error(run, sample)
-            return pyramid.levels_of_layer(index).tile(which, level, row, column, sink=sink)
-
-        return SharedHead(place, chosen, which, one, compute_tile)
-
-    def _layer_index_by_number(self, run: int) -> dict[int, int]:
-        """Return the index of each layer in the record, by its number."""
-        return {layer.number: index for index, layer in enumerate(self.runs[run].record.layers)}
-
     def _requested_sample(self, request: Request) -> tuple[int, int]:
+        """Return the requested indices of the run and its sample."""
         run = parse_number("run", request.path_params["run"], below=len(self.runs))
         return run, parse_number("sample", request.path_params["sample"], below=self.runs[run].num_samples)
 
-    def _requested_layer(self, request: Request) -> tuple[int, int, int, SampleRecord]:
-        """Return the requested indices of run, sample and layer, and the layer's record of the sample."""
-        run, sample = self._requested_sample(request)
-        layers, places = self.runs[run].record.layers, self._layer_index_by_number(run)
-        chosen = parse_number("layer", request.path_params["layer"], below=max(places) + 1)
-        if chosen not in places:
-            raise NotFoundError(
-                f"There is no layer {chosen} in this record.", f"Give {describe_layer_numbers(list(places))}."
-            )
-        return run, sample, places[chosen], layers[places[chosen]].sample(sample)
+    def _requested_second_record(self, given: str | None, run: int, sample: int) -> int:
+        """Return the index of the record that is compared with `run`, which is the default; it has the sample too."""
+        other = parse_number("record", given, below=len(self.runs), default=run)
+        parse_number("sample", str(sample), below=self.runs[other].num_samples)
+        return other
 
-    def _number_of_layer(self, run: int, place: int) -> int:
-        return self.runs[run].record.layers[place].number
+    def _find_layer(self, run: int, sample: int, number: str) -> tuple[int, SampleRecord]:
+        """Find a layer by its number: returns its index in the record, and its record of the sample."""
+        layers = self.runs[run].record.layers
+        numbers = [layer.number for layer in layers]
+        chosen = parse_number("layer", number, below=max(numbers) + 1)
+        if chosen not in numbers:
+            raise NotFoundError(
+                f"There is no layer {chosen} in this record.", f"Give {describe_layer_numbers(numbers)}."
+            )
+        return numbers.index(chosen), layers[numbers.index(chosen)].sample(sample)
 
     def _requested_head(self, request: Request) -> tuple[int, int, int, int, SampleRecord]:
-        run, sample, layer, one = self._requested_layer(request)
+        """Return the requested indices of run, sample, layer and head, and the layer's record of the sample."""
+        run, sample = self._requested_sample(request)
+        layer, one = self._find_layer(run, sample, request.path_params["layer"])
         return run, sample, layer, parse_number("head", request.path_params["head"], below=one.num_heads), one
 
     def _start_building_levels(self, run: int, sample: int) -> SampleMapLevels | None:
@@ -374,48 +349,42 @@ class Viewer(WebSite):
         assert pyramid is not None  # not None, because callers check that q and k were kept
         return pyramid
 
-    def _missing_levels_error(self, run: int, sample: int) -> MultiheadError:
+    def _built_levels(self, run: int, sample: int, layer: int, heads: Sequence[int]) -> LayerMapLevels:
+        """Return the levels of a layer, in which those of `heads` are built.
+
+        Raises:
+            NotReadyError: the levels of one of the heads are not built yet.
+            NotFoundError: they could not be built.
+        """
+        pyramid = self._require_levels(run, sample)
+        if all(pyramid.is_built(layer, head) for head in heads):
+            return pyramid.levels_of_layer(layer)
         failure = self.builder.building_error((run, sample))
         if failure is not None:
-            return NotFoundError(
+            raise NotFoundError(
                 f"The coarse levels could not be built: {failure}", "Zoom in: finer levels do not need them."
             )
-        progress = describe_building_progress(self._start_building_levels(run, sample))
+        progress = describe_building_progress(pyramid)
         share = int(100 * progress["done"] / max(1, progress["total"]))
-        return NotReadyError(f"The coarse levels are being built, {share} % are done.", "Try again in a second.")
+        raise NotReadyError(f"The coarse levels are being built, {share} % are done.", "Try again in a second.")
 
-    async def _cached_or_computed(
-        self, request: Request, key: Hashable, compute: Callable[[Callable[[], bool]], Array]
-    ) -> Array:
-        """Return the array of a key from the cache, or compute it in a worker thread and cache it."""
+    async def _cached_or_computed(self, request: Request, compute: Callable[[IsCancelled], Array]) -> Array:
+        """Return the array of a request from the cache, or compute it in a worker thread and cache it."""
+        address = str(request.url)
 
-        def compute_and_cache(cancelled: Callable[[], bool]) -> Array:
-            made = compute(cancelled)
-            self.array_cache.put(key, made)
+        def compute_and_cache(is_cancelled: IsCancelled) -> Array:
+            made = compute(is_cancelled)
+            self.array_cache.put(address, made)
             return made
 
-        cached = self.array_cache.get(key)
-        return (
-            cached
-            if cached is not None
-            else cast("Array", await self._compute_in_worker(request, key, compute_and_cache))
-        )
+        cached = self.array_cache.get(address)
+        if cached is not None:
+            return cached
+        return cast("Array", await self.compute(request, self.workers, compute_and_cache))
 
-    async def _compute_in_worker(
-        self,
-        request: Request,
-        key: Hashable,
-        compute: Callable[[Callable[[], bool]], object],
-        *,
-        by: WorkerThreads | None = None,
-    ) -> Any:
-        """Run a computation in the threads for maps, or in `by`; it is cancelled when the client disconnects."""
-        return await self.compute(request, by or self.workers, key, compute)
-
-
-def _raise_if(cancelled: Callable[[], bool]) -> None:
-    if cancelled():
-        raise CancelledError
+    async def _slow_response(self, request: Request, compute: Callable[[IsCancelled], object]) -> Response:
+        """Return as JSON the result of a computation that takes seconds."""
+        return json_response(await self.compute(request, self.slow_workers, compute))
 
 
 def _require_map(sample: SampleRecord) -> None:
@@ -423,6 +392,10 @@ def _require_map(sample: SampleRecord) -> None:
         raise NotFoundError(
             "The record has no q and k, so there is no map.", 'Save the record with keep="all" to see its maps.'
         )
+
+
+def _requested_number_of_heads(request: Request, *, default: int) -> int:
+    return parse_number("count of heads", request.query_params.get("top"), minimum=1, below=101, default=default)
 
 
 def _requested_format(request: Request, forms: Mapping[str, Writer]) -> tuple[str, Writer]:

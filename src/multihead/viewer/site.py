@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.routing import Route
 
-    from multihead.viewer.tiles import WorkerThreads
+    from multihead.viewer.tiles import IsCancelled, WorkerThreads
 
 
 class WebSite(ABC):
@@ -51,17 +51,19 @@ class WebSite(ABC):
         self,
         request: Request,
         workers: WorkerThreads,
-        key: Hashable,
-        compute: Callable[[Callable[[], bool]], object],
+        compute: Callable[[IsCancelled], object],
     ) -> Any:
-        """Run a computation in a worker thread; cancelled when the client disconnects or the server shuts down."""
-        return await self._wait_for_job(workers, key, compute, asyncio.ensure_future(wait_for_disconnect(request)))
+        """Run a computation in a worker thread; cancelled when the client disconnects or the server shuts down.
+
+        Requests to the same address at the same time share one computation.
+        """
+        disconnected = asyncio.ensure_future(wait_for_disconnect(request))
+        return await self._wait_for_job(workers, str(request.url), compute, disconnected)
 
     async def stream(
         self,
         workers: WorkerThreads,
-        key: Hashable,
-        compute: Callable[[Callable[[], bool], Callable[[bytes], None]], object],
+        compute: Callable[[IsCancelled, Callable[[bytes], None]], object],
     ) -> AsyncIterator[bytes]:
         """Yield the bytes that a computation in a worker thread writes with its second argument, as it writes them.
 
@@ -74,13 +76,13 @@ class WebSite(ABC):
         def write(part: bytes | None) -> None:
             loop.call_soon_threadsafe(parts.put_nowait, part)
 
-        def compute_and_end(cancelled: Callable[[], bool]) -> None:
+        def compute_and_end(cancelled: IsCancelled) -> None:
             try:
                 compute(cancelled, write)
             finally:
                 write(None)
 
-        job = asyncio.ensure_future(self._wait_for_job(workers, key, compute_and_end))
+        job = asyncio.ensure_future(self._wait_for_job(workers, object(), compute_and_end))
         try:
             while (part := await parts.get()) is not None:
                 yield part
@@ -92,7 +94,7 @@ class WebSite(ABC):
         self,
         workers: WorkerThreads,
         key: Hashable,
-        compute: Callable[[Callable[[], bool]], object],
+        compute: Callable[[IsCancelled], object],
         *ends: asyncio.Future[Any],
     ) -> Any:
         """Wait for a computation in a worker thread, until one of `ends` is done or the server shuts down."""

@@ -27,6 +27,15 @@ CACHE_BYTES = 128 << 20
 
 _CLOSE_TIMEOUT = 2.0  # seconds to wait for the threads to end
 
+IsCancelled = Callable[[], bool]
+"""Function that returns whether no request waits for the result of a computation any more."""
+
+
+def raise_if_cancelled(is_cancelled: IsCancelled) -> None:
+    """Raise CancelledError if no request waits for the result of a computation any more."""
+    if is_cancelled():
+        raise CancelledError
+
 
 def fine_tile(
     sample: SampleRecord,
@@ -36,7 +45,7 @@ def fine_tile(
     row: int,
     column: int,
     sink: bool = True,
-    cancelled: Callable[[], bool] | None = None,
+    cancelled: IsCancelled | None = None,
 ) -> Array:
     """Compute a tile from q, k and the logsumexp: (rows, columns) float32, at most `TILE_SIDE` a side, NaN = masked.
 
@@ -62,7 +71,7 @@ def fine_tile(
     return means
 
 
-def maps_of_all_heads(sample: SampleRecord, level: int, *, cancelled: Callable[[], bool] | None = None) -> Array:
+def maps_of_all_heads(sample: SampleRecord, level: int, *, cancelled: IsCancelled | None = None) -> Array:
     """Compute the maps of all heads at a level: (heads, rows, columns) float32, NaN for a masked cell."""
     found = sample.blocks(None, queries=slice(None), keys=slice(None), block=1 << level, cancelled=cancelled)
     means: Array = found.means().float().numpy()
@@ -133,7 +142,7 @@ class ComputationJob:
     """
 
     key: Hashable
-    compute: Callable[[Callable[[], bool]], object]
+    compute: Callable[[IsCancelled], object]
     result: Future[object] = field(default_factory=Future)
     num_waiting_requests: int = 0
 
@@ -169,7 +178,7 @@ class WorkerThreads:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, key: Hashable, compute: Callable[[Callable[[], bool]], object]) -> ComputationJob:
+    def submit(self, key: Hashable, compute: Callable[[IsCancelled], object]) -> ComputationJob:
         """Queue a computation before all earlier ones, or join the job that has the same key."""
         with self._changed:
             job = self._jobs.get(key)

@@ -35,7 +35,6 @@ from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.observation.textbook import add_repeated
 from multihead.probes import DEFAULT
-from multihead.probes.blocks import CancelledError
 from multihead.record.analysis.similar import affordable_queries, evenly_spaced_queries
 from multihead.record.memory_use import peak_memory_of_process
 from multihead.record.repeated import RepeatedTokens
@@ -47,6 +46,7 @@ from multihead.viewer.looking import ShowStep, measure_on_repeated_tokens
 from multihead.viewer.page import installed_version
 from multihead.viewer.payload import RecordedRun, describe_sample, finite_numbers_or_none
 from multihead.viewer.query_params import NotFoundError
+from multihead.viewer.tiles import IsCancelled, raise_if_cancelled
 from multihead.viewer.tokens import layout_of_tokens
 
 MAX_TOKENS = 1024
@@ -68,9 +68,6 @@ _MAX_STORED_RUNS = 2
 # tokens decoded before a next token, because many tokenizers leave out the space before a single token
 _NUM_CONTEXT_TOKENS = 8
 _MAX_SWEEP_BYTES = 1 << 28  # largest number of bytes of the predictions of all copies of a batch in a sweep: 256 MiB
-
-IsCancelled = Callable[[], bool]
-"""Function that returns whether no request waits for the result any more."""
 
 HeadFactors = Mapping[tuple[int, int], float]
 """(number of a layer, head) -> the factor of its output; 0 switches it off."""
@@ -413,8 +410,7 @@ class Trial:
         """Run the model without gradients in this context; stop between two blocks if no request waits any more."""
 
         def stop_if_cancelled(*_: object) -> None:
-            if cancelled():
-                raise CancelledError
+            raise_if_cancelled(cancelled)
 
         with torch.no_grad(), Undo() as undo:
             for block in replay.blocks:
@@ -557,8 +553,7 @@ class _TokenWriter:
         if self._is_prompt:
             self._is_prompt = False
             return
-        if self._cancelled():
-            raise CancelledError
+        raise_if_cancelled(self._cancelled)
         self._ids = [*self._ids, *value.flatten().tolist()]
         # an incomplete character is written when its other tokens arrive
         if not _decode(self._tokenizer, self._ids).endswith("\ufffd"):
@@ -682,8 +677,7 @@ def _distances_between_maps(
     for layer in before.layers:
         if layer.number <= first or layer.name not in known:
             continue
-        if cancelled():
-            raise CancelledError
+        raise_if_cancelled(cancelled)
         pairs = list(zip(layer.samples, known[layer.name].samples, strict=True))
         sums = sum(
             (_mean_distance_between_maps(*pair) for pair in pairs), torch.zeros(layer.num_heads, dtype=torch.float64)

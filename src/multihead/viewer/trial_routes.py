@@ -14,8 +14,8 @@ from multihead.viewer.query_params import parse_number
 from multihead.viewer.responses import floats_response, try_page_response
 from multihead.viewer.security import json_response
 from multihead.viewer.site import WebSite
-from multihead.viewer.tiles import WorkerThreads
-from multihead.viewer.trial import MAX_TOKENS, IsCancelled, TextRun, Trial, parse_factors
+from multihead.viewer.tiles import IsCancelled, WorkerThreads
+from multihead.viewer.trial import MAX_TOKENS, TextRun, Trial, parse_factors
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -84,7 +84,7 @@ class TrialSite(WebSite):
             run = self.trial.read_text(params.get("text", ""), cancelled)
             return self.trial.maps(run, factors, layer, head, row, cancelled)
 
-        return floats_response(await self.compute(request, self.model_thread, str(request.url), compute_maps))
+        return floats_response(await self.compute(request, self.model_thread, compute_maps))
 
     async def sweep(self, request: Request) -> Response:
         """Switch off every head once, and write a line for each layer as soon as it is done."""
@@ -95,7 +95,7 @@ class TrialSite(WebSite):
             for line in self.trial.sweep(run, place, cancelled):
                 write(_json_line(line))
 
-        return _lines_response(self.stream(self.model_thread, object(), write_layers))
+        return _lines_response(self.stream(self.model_thread, write_layers))
 
     async def continuation(self, request: Request) -> Response:
         """Continue the text with all heads on and with some off, and write each token as soon as it is known."""
@@ -107,7 +107,7 @@ class TrialSite(WebSite):
             self.trial.continue_text(run, factors, lambda side, tokens: write(_json_line({side: tokens})), cancelled)
             write(_json_line({"done": True}))
 
-        return _lines_response(self.stream(self.model_thread, object(), write_tokens))
+        return _lines_response(self.stream(self.model_thread, write_tokens))
 
     def _language(self, request: Request) -> str:
         lang = request.query_params.get("lang", self.lang)
@@ -121,7 +121,6 @@ class TrialSite(WebSite):
             await self.compute(
                 request,
                 self.model_thread,
-                str(request.url),
                 lambda cancelled: answer(self.trial.read_text(text, cancelled), cancelled),
             )
         )
@@ -129,7 +128,7 @@ class TrialSite(WebSite):
     async def _read(self, request: Request) -> TextRun:
         text = request.query_params.get("text", "")
         run: TextRun = await self.compute(
-            request, self.model_thread, ("read", text), lambda cancelled: self.trial.read_text(text, cancelled)
+            request, self.model_thread, lambda cancelled: self.trial.read_text(text, cancelled)
         )
         return run
 
