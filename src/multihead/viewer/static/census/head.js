@@ -5,7 +5,7 @@ import { kindTags } from '../shared/kinds.js';
 import { known } from '../shared/numbers.js';
 import { withUnit } from '../shared/statistics.js';
 import { setText } from '../shared/tokens.js';
-import { columnOf, D, kindsOf, layerOf, longName, summarised, TWO } from './record.js';
+import { columnOf, D, kindsOf, LIST, summarised, TWO } from './record.js';
 
 const writer = id => columnOf(id).format === 'share' ? value => +(value * 100).toFixed(1) + NBSP + '%' : value => String(+value.toPrecision(3));
 
@@ -75,7 +75,7 @@ export function headPage(i, opened, choose) {
   const apart = TWO ? [el('p', { className: 'sub', textContent: translate('apart', { n: D.divergence[''][i]?.toFixed(3) ?? '–' }) })] : [];
   const kinds = D.runs.map((_, run) => kindsOf(i, run)).map((named, run) => named.length ? [el('p', { className: 'sub' }, TWO ? `${'AB'[run]}: ` : '', kindTags(named))] : []).flat();
   $('head').replaceChildren(
-    el('div', { className: 'hh' }, el('div', {}, el('a', { className: 'back', href: '#', textContent: translate('back to all') }), el('h1', { textContent: longName(i) }), el('p', { className: 'path', textContent: layerOf(i).name }), ...kinds, ...apart)),
+    el('div', { className: 'hh' }, el('div', {}, el('a', { className: 'back', href: '#', textContent: translate('back to all') }), el('h1', { textContent: LIST.long(i) }), el('p', { className: 'path', textContent: LIST.layer(i).name }), ...kinds, ...apart)),
     el('section', {}, el('h2', { textContent: translate('distributions') }), el('p', { className: 'note', textContent: translate(TWO ? 'distributions note two' : 'distributions note') }), el('div', { className: 'cards' }, ...D.columns.map(one => card(one.id, i, opened, choose)))),
     el('section', {}, el('h2', { textContent: translate('strongest', { label }) }), el('p', { className: 'note', textContent: translate('strongest note') }), sides));
 }

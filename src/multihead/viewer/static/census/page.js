@@ -2,18 +2,16 @@
 import { dark, palette, paint, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
-import { drawHeads } from '../shared/headgrid.js';
-import { helpButton } from '../shared/help.js';
+import { drawHeads, fitted } from '../shared/headgrid.js';
+import { chanceWords, helpButton } from '../shared/help.js';
+import { keys } from '../shared/keys.js';
 import { kindChips, kindNames, kindTags } from '../shared/kinds.js';
-import { neighbour } from '../shared/keys.js';
-import { fitted } from '../shared/layout.js';
 import { markedRamp } from '../shared/legend.js';
 import { known } from '../shared/numbers.js';
-import { definitions, numberRows, withUnit } from '../shared/statistics.js';
+import { definitions, numbersTable, withUnit } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
-import { returnTo, showView } from '../shared/views.js';
 import { bars, distribution, headPage } from './head.js';
-import { addressOf, choose, D, HEADS, indexOf, kindsOf, layerOf, longName, numbered, shortName, shownStatistic, state, summarised, tableStatistics, TWO, WIDEST } from './record.js';
+import { addressOf, choose, D, kindsOf, LIST, shownStatistic, state, summarised, tableStatistics, TWO } from './record.js';
 
 let shownHead = -1;
 const ends = one => Math.max(1e-9, ...one.values.filter(known).map(Math.abs));
@@ -40,7 +38,7 @@ function cell(one, i, end, wide) {
 }
 
 function chips() {
-  kindChips($('chips'), HEADS.map((_, i) => kindsOf(i)), state.kind, kind => { state.kind = kind; chips(); dim(); headsTable(); });
+  kindChips($('chips'), LIST.heads.map((_, i) => kindsOf(i)), state.kind, kind => { state.kind = kind; chips(); dim(); headsTable(); });
 }
 
 function dim() {
@@ -49,9 +47,9 @@ function dim() {
 
 function grid() {
   const box = $('grid'), held = box.contains(document.activeElement), phone = innerWidth <= 640, one = shownStatistic(), end = ends(one);
-  const shape = fitted({ layers: D.layers.length, heads: WIDEST }, box.parentElement.clientWidth - 8, { phone, high: innerHeight * .7 });
-  drawHeads(box, D.layers, shape, (layer, h, l) => {
-    const i = indexOf(l, h), link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': [longName(i), kindNames(kindsOf(i)), `${one.label} ${one.text(i)}`, one.level(i)].filter(Boolean).join(', '), onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, cell(one, i, end, shape.cell >= 34));
+  const shape = fitted(LIST, box.parentElement.clientWidth - 8, { phone, high: innerHeight * .7 });
+  drawHeads(box, LIST, shape, i => {
+    const link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': [LIST.long(i), kindNames(kindsOf(i)), `${one.label} ${one.text(i)}`, one.level(i)].filter(Boolean).join(', '), onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, cell(one, i, end, shape.cell >= 34));
     link.dataset.i = i;
     return link;
   });
@@ -65,19 +63,18 @@ function grid() {
 function inspect(i) {
   state.lit = i;
   for (const a of $('grid').querySelectorAll('a')) a.tabIndex = +a.dataset.i === i ? 0 : -1;
-  $('insp').replaceChildren(el('h3', {}, longName(i), kindTags(kindsOf(i))), el('p', { className: 'path', textContent: layerOf(i).name }), ...distribution(state.id, i),
-    el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(D.columns.map(one => summarised(one.id)), i))));
+  $('insp').replaceChildren(el('h3', {}, LIST.long(i), kindTags(kindsOf(i))), el('p', { className: 'path', textContent: LIST.layer(i).name }), ...distribution(state.id, i), numbersTable(D.columns.map(one => summarised(one.id)), i));
 }
 
 function headsTable() {
-  const statistics = tableStatistics(), described = i => ({ l: HEADS[i].number, h: HEADS[i].h, kinds: kindsOf(i), path: layerOf(i).name, role: '', aligned: false });
-  table({ kinds: HEADS.map((_, i) => kindsOf(i)), statistics, link: i => el('a', { href: addressOf(i), textContent: shortName(i) }), path: i => layerOf(i).name, passes: i => (!state.kind || kindsOf(i).includes(state.kind)) && fits($('filter').value, statistics, i, described(i)),
-    order: state.order, reorder: order => { state.order = order; }, why: unmatched($('filter').value, statistics, [], HEADS.map((_, i) => described(i))), marks: () => [] });
+  const statistics = tableStatistics(), described = i => ({ ...LIST.heads[i], kinds: kindsOf(i), path: LIST.layer(i).name, role: '', aligned: false });
+  table({ kinds: LIST.heads.map((_, i) => kindsOf(i)), statistics, link: i => el('a', { href: addressOf(i), textContent: LIST.short(i) }), path: i => LIST.layer(i).name, passes: i => (!state.kind || kindsOf(i).includes(state.kind)) && fits($('filter').value, statistics, i, described(i)),
+    order: state.order, reorder: order => { state.order = order; }, why: unmatched($('filter').value, statistics, [], LIST.heads.map((_, i) => described(i))), marks: () => [] });
 }
 
 function findings() {
   $('finds').replaceChildren(...D.findings.map(({ layer, head, statistic, sentence, count }) => {
-    const i = numbered(layer, head), words = el('p', {}, el('b', { textContent: longName(i) }), translate('join.sentences') + sentence, el('small', { textContent: count }));
+    const i = LIST.index(layer, head), words = el('p', {}, el('b', { textContent: LIST.long(i) }), translate('join.sentences') + sentence, el('small', { textContent: count }));
     return el('li', {}, el('a', { href: addressOf(i, statistic) }, el('div', {}, ...D.runs.map((_, run) => bars(statistic, i, run))), words));
   }));
 }
@@ -86,7 +83,7 @@ function findings() {
 function kindsFound({ label, found }, run) {
   const heading = ['kind', 'heads', 'chance', 'largest shares'].map(key => el('th', { scope: 'col', textContent: translate('found.' + key) }));
   const rows = found.map(({ kind, number, chance, best }) => el('tr', {}, el('th', { scope: 'row' }, kindTags([kind])), el('td', { textContent: number }), el('td', { textContent: chance }),
-    el('td', {}, ...best.flatMap(({ layer, head, share }) => { const i = numbered(layer, head); return [el('a', { href: addressOf(i), textContent: `${shortName(i)} ${share}` }), ' ']; }))));
+    el('td', {}, ...best.flatMap(({ layer, head, share }) => { const i = LIST.index(layer, head); return [el('a', { href: addressOf(i), textContent: `${LIST.short(i)} ${share}` }), ' ']; }))));
   return el('div', {}, ...(TWO ? [el('h3', { textContent: `${'AB'[run]}: ${label}` })] : []), rows.length ? el('table', { className: 'found' }, el('thead', {}, el('tr', {}, ...heading)), el('tbody', {}, ...rows)) : el('p', { className: 'note', textContent: translate('no kinds') }));
 }
 
@@ -109,11 +106,14 @@ let opened = '';  // the statistic that the page of the head shows
 const openHead = () => headPage(shownHead, opened, id => { choose(id); location.replace(addressOf(shownHead)); });
 
 function route() {
-  const place = location.hash.match(/^#L(\d+)H(\d+)(?:\/(\w+))?$/), i = place ? numbered(+place[1], +place[2]) : -1, before = shownHead;
+  const place = location.hash.match(/^#L(\d+)H(\d+)(?:\/(\w+))?$/), i = place ? LIST.index(+place[1], +place[2]) : -1, before = shownHead;
   if (i < 0 && location.hash && location.hash !== '#' && before < 0) return;  // a link inside the page of all heads
   if (i >= 0) opened = D.columns.some(one => one.id === place[3]) ? place[3] : D.own[i];
   shownHead = i;
-  showView(i, before, (i >= 0 ? longName(i) + ' · ' : '') + D.title);
+  $('all').hidden = i >= 0;
+  $('head').hidden = i < 0;
+  document.title = (i >= 0 ? LIST.long(i) + ' · ' : '') + D.title + ' · multihead';
+  if (i >= 0 && before < 0) scrollTo(0, 0);
   if (i >= 0) {
     const held = $('head').contains(document.activeElement);
     openHead();
@@ -123,7 +123,10 @@ function route() {
   if (before < 0) return;
   state.lit = before;
   overview();
-  returnTo(before);
+  // The cell of the head whose page was left is in sight, and has the focus where keys are used.
+  const link = $('grid').querySelector(`[data-i="${before}"]`);
+  if (keys.used) link.focus({ preventScroll: true });
+  link.scrollIntoView({ block: 'center' });
 }
 
 function draw() {
@@ -131,11 +134,10 @@ function draw() {
   if (shownHead >= 0) openHead(); else overview();
 }
 
-const moved = (i, key) => neighbour(key, HEADS[i].l, HEADS[i].h, D.layers, indexOf);
 addEventListener('keydown', event => {
   if (/INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
   if (event.key === 'Escape' && shownHead >= 0) { location.hash = ''; return; }
-  const next = shownHead >= 0 ? /Left|Right/.test(event.key) ? moved(shownHead, event.key) : undefined : $('grid').contains(event.target) ? moved(state.lit, event.key) : undefined;
+  const next = shownHead >= 0 ? /Left|Right/.test(event.key) ? LIST.moved(shownHead, event.key) : undefined : $('grid').contains(event.target) ? LIST.moved(state.lit, event.key) : undefined;
   if (next === undefined) return;
   event.preventDefault();
   if (next < 0) return;
@@ -153,8 +155,7 @@ addEventListener('beforeprint', () => { showRows(true); headsTable(); });
 addEventListener('afterprint', () => { showRows(false); headsTable(); });
 
 palette();
-definitions($('defs'), D.columns.map(one => [one.id, one.label]), HEADS.some((_, i) => kindsOf(i).length) ? D.legend : []);
-const press = (names, key) => [names, translate('press.' + key)];
-$('helps').append(helpButton([press(['←', '→', '↑', '↓'], 'neighbour'), press(['Enter'], 'open'), press(['Esc'], 'back'), press(['?'], 'help')], [[translate('shows.divergence'), translate('divergence words')], [translate('chance', { n: '' }).trim(), translate('chance why')]]));
+definitions($('defs'), D.columns.map(one => [one.id, one.label]), LIST.heads.some((_, i) => kindsOf(i).length) ? D.legend : []);
+$('helps').append(helpButton([[['←', '→', '↑', '↓'], 'press.neighbour'], [['Enter'], 'press.open'], [['Esc'], 'press.back'], [['?'], 'press.help']], [[translate('shows.divergence'), translate('divergence words')], chanceWords()]));
 overview();
 route();

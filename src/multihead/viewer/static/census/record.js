@@ -1,5 +1,6 @@
 // The census that the page shows: its heads, and their statistics as they are summarised.
 import { NBSP, translate } from '../shared/dom.js';
+import { HeadList } from '../shared/headlist.js';
 import { addLegend } from '../shared/kindlist.js';
 import { known } from '../shared/numbers.js';
 import { statistic } from '../shared/statistics.js';
@@ -12,16 +13,10 @@ addLegend(D.legend);
 // census or difference the grid shows, one kind of head or all, the order of the table, and the head in the inspector.
 export const state = { kind: '', id: D.columns[0].id, chosen: false, of: 'mean', shows: 'A', order: TWO ? '-divergence' : 'head', lit: 0 };
 
-export const HEADS = D.layers.flatMap((layer, l) => Array.from({ length: layer.heads }, (_, h) => ({ l, h, number: layer.number })));
-export const WIDEST = Math.max(...D.layers.map(layer => layer.heads));
-export const indexOf = (l, h) => HEADS.findIndex(head => head.l === l && head.h === h);
-export const numbered = (number, h) => HEADS.findIndex(head => head.number === number && head.h === h);
-export const layerOf = i => D.layers[HEADS[i].l];
+export const LIST = new HeadList(D.layers);
 export const kindsOf = (i, run = 0) => D.runs[run].kinds[i] ?? [];  // none where chance is unknown
-export const shortName = i => `L${HEADS[i].number}${NBSP}H${HEADS[i].h}`;
-export const longName = i => translate('layer head', { layer: HEADS[i].number, head: HEADS[i].h });
 // The page of a head opens on the statistic that the reader chose, else on the head's own.
-export const addressOf = (i, id = state.chosen ? state.id : D.own[i]) => `#L${HEADS[i].number}H${HEADS[i].h}/${id}`;
+export const addressOf = (i, id = state.chosen ? state.id : D.own[i]) => `#L${LIST.heads[i].l}H${LIST.heads[i].h}/${id}`;
 export function choose(id) {
   state.id = id;
   state.chosen = true;
@@ -35,7 +30,7 @@ const nats = { id: 'divergence', label: translate('divergence label'), unit: D.n
 // The statistic that the cells of the grid show, and whether its sign is shown: a difference.
 export function shownStatistic() {
   if (state.shows === 'B') return summarised(state.id, 1);
-  if (state.shows === 'divergence') return statistic(nats, D.divergence[state.id] ?? HEADS.map(() => null));
+  if (state.shows === 'divergence') return statistic(nats, D.divergence[state.id] ?? LIST.heads.map(() => null));
   if (state.shows === 'difference') {
     const [a, b] = D.runs.map(run => run.numbers[state.id][state.of]);
     return statistic(columnOf(state.id), a.map((value, i) => known(value) && known(b[i]) ? b[i] - value : null));

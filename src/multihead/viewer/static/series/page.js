@@ -1,18 +1,14 @@
 // The page of a series: the heads at one step, a slider over the steps that can play, and one head over all steps.
 import { dark, paint, palette, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
-import { drawHeads } from '../shared/headgrid.js';
-import { neighbour } from '../shared/keys.js';
-import { fitted } from '../shared/layout.js';
+import { drawHeads, fitted } from '../shared/headgrid.js';
+import { HeadList } from '../shared/headlist.js';
 import { markedRamp } from '../shared/legend.js';
 import { count, known } from '../shared/numbers.js';
-import { definitions, numberRows, statistic, withUnit } from '../shared/statistics.js';
+import { definitions, numbersTable, statistic, withUnit } from '../shared/statistics.js';
 
 const D = JSON.parse($('data').textContent);
-const HEADS = D.layers.flatMap((layer, l) => Array.from({ length: layer.heads }, (_, h) => ({ l, h })));
-const WIDEST = Math.max(...D.layers.map(layer => layer.heads)), LAST = D.steps.length - 1;
-const indexOf = (l, h) => HEADS.findIndex(head => head.l === l && head.h === h);
-const longName = i => translate('layer head', { layer: D.layers[HEADS[i].l].number, head: HEADS[i].h });
+const LIST = new HeadList(D.layers), LAST = D.steps.length - 1;
 
 // The choice of the reader: the place of the step, the statistic, and the head whose line is drawn; while the film plays, its timer.
 const state = { at: LAST, id: D.columns[0].id, lit: 0, timer: 0 };
@@ -34,16 +30,16 @@ function frameOfFilm() {
     cell.classList.toggle('none', !known(value));
     if (known(value)) paint(cell, tone('linear', share(state.id, value), 1)); else cell.removeAttribute('style');
     cell.textContent = wide && known(value) ? one.number(i) : '';
-    cell.setAttribute('aria-label', `${longName(i)}, ${one.label} ${one.text(i)}`);
+    cell.setAttribute('aria-label', `${LIST.long(i)}, ${one.label} ${one.text(i)}`);
   });
   inspect(state.lit);
 }
 
 function grid() {
-  const box = $('grid'), shape = fitted({ layers: D.layers.length, heads: WIDEST }, box.parentElement.clientWidth - 8, { phone: innerWidth <= 640, high: innerHeight * .7 });
+  const box = $('grid'), shape = fitted(LIST, box.parentElement.clientWidth - 8, { phone: innerWidth <= 640, high: innerHeight * .7 });
   wide = shape.cell >= 34;
-  cells = HEADS.map((_, i) => el('button', { className: 'cell', tabIndex: i === state.lit ? 0 : -1, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }));
-  drawHeads(box, D.layers, shape, (layer, h, l) => cells[indexOf(l, h)]);
+  cells = LIST.heads.map((_, i) => el('button', { className: 'cell', tabIndex: i === state.lit ? 0 : -1, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }));
+  drawHeads(box, LIST, shape, i => cells[i]);
 }
 
 function legend() {
@@ -62,7 +58,7 @@ function line(i) {
   drawn.setAttribute('viewBox', '0 0 1 1');
   drawn.setAttribute('preserveAspectRatio', 'none');
   drawn.setAttribute('role', 'img');
-  drawn.setAttribute('aria-label', translate('line label', { head: longName(i), label: shown(state.id).label }));
+  drawn.setAttribute('aria-label', translate('line label', { head: LIST.long(i), label: shown(state.id).label }));
   add('now', `M${x(state.at)} 0V1`);
   add('course', points.map((point, at) => known(point[1]) ? (at && known(points[at - 1][1]) ? 'L' : 'M') + place(point) : '').join(''));
   if (known(points[state.at][1])) add('dot', `M${place(points[state.at])}h0`);
@@ -79,8 +75,7 @@ function inspect(i) {
   cells[state.lit].removeAttribute('aria-current');
   cells[i].setAttribute('aria-current', 'true');
   state.lit = i;
-  $('insp').replaceChildren(el('h3', { textContent: longName(i) }), el('p', { className: 'path', textContent: D.layers[HEADS[i].l].name }), ...line(i),
-    el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(D.columns.map(one => shown(one.id)), i))));
+  $('insp').replaceChildren(el('h3', { textContent: LIST.long(i) }), el('p', { className: 'path', textContent: LIST.layer(i).name }), ...line(i), numbersTable(D.columns.map(one => shown(one.id)), i));
 }
 
 // Show another step; the film stops, unless it plays.
@@ -117,7 +112,7 @@ $('step').oninput = event => go(+event.target.value);
 $('play').onclick = play;
 $('play').disabled = !LAST;
 $('grid').addEventListener('keydown', event => {
-  const next = neighbour(event.key, HEADS[state.lit].l, HEADS[state.lit].h, D.layers, indexOf);
+  const next = LIST.moved(state.lit, event.key);
   if (next === undefined) return;
   event.preventDefault();
   if (next >= 0) cells[next].focus();

@@ -1,5 +1,6 @@
 // Two colour ramps, three scales, and fast bitmaps of many cells. `top` is the weight at which a scale ends.
 import { frame, scheme } from './host.js';
+import { roundedUp } from './numbers.js';
 
 export const dark = scheme;
 const RAMPS = {
@@ -22,9 +23,7 @@ export const SCALES = {
 // The end of the √ scale: 100 % for single weights, so that all maps compare; for means the largest one in view, rounded
 // up to 1, 2 or 5 times a power of ten, because a mean over many weights is never near 100 %.
 export function rootEnd(largest, single) {
-  if (single || !(largest > 0)) return 1;
-  const ten = 10 ** Math.floor(Math.log10(largest));
-  return Math.min(1, [1, 2, 5, 10].find(m => m * ten >= largest * .999) * ten);
+  return single || !(largest > 0) ? 1 : Math.min(1, roundedUp(largest));
 }
 const luts = { ink: new Uint8ClampedArray(768), apart: new Uint8ClampedArray(768) };
 let paper = 0;

@@ -11,6 +11,9 @@ export function translate(key, values = {}) {
   return (knows(key) ? texts[key] : key).replace(/\{(\w+)\}/g, (placeholder, name) => Object.hasOwn(values, name) ? String(values[name]) : placeholder);
 }
 
+// A note with a progress bar, until an answer arrives.
+export const waitingNote = () => el('p', { className: 'note waiting', role: 'status' }, el('progress'), ' ', translate('comparing'));
+
 // Create an element with properties or attributes and children. k is a kind, whose colour it gets, v a share, 0 to 1.
 export function el(tag, props = {}, ...children) {
   const made = document.createElement(tag);

@@ -2,12 +2,12 @@
 import { el, translate } from './dom.js';
 import { pressed } from './host.js';
 
-// Return a button that opens the list. lines: [keys, text] for each key; words: [word, text] for each word to explain.
+// Return a button that opens the list. lines: [keys, name of a text] for each key; words: [word, text] for each word to explain.
 export function helpButton(lines, words) {
   const entries = pairs => el('dl', {}, ...pairs.flatMap(([name, text]) => [el('dt', {}, ...[name].flat()), el('dd', { textContent: text })]));
   const keys = names => names.flatMap(name => [el('kbd', { textContent: name }), ' ']);
   const box = el('dialog', { className: 'help', 'aria-label': translate('help') }), close = el('button', { className: 'btn', textContent: translate('close'), onclick: () => box.close() });
-  box.append(close, el('h2', { textContent: translate('keyboard') }), entries(lines.map(([names, text]) => [keys(names), text])), el('h2', { textContent: translate('words') }), entries(words));
+  box.append(close, el('h2', { textContent: translate('keyboard') }), entries(lines.map(([names, key]) => [keys(names), translate(key)])), el('h2', { textContent: translate('words') }), entries(words));
   const button = el('button', { className: 'btn', textContent: '?', title: translate('help'), 'aria-label': translate('help'), 'aria-haspopup': 'dialog', 'aria-keyshortcuts': '?', onclick: () => open() });
   const open = () => { if (!box.isConnected) button.after(box); if (!box.open) box.showModal(); };
   box.addEventListener('keydown', event => event.stopPropagation());  // the page's keys rest while the list is open
@@ -19,6 +19,5 @@ export function helpButton(lines, words) {
   return button;
 }
 
-// The words of the pages that are explained: the colour scales, and what hiding the first token does.
-export const scaleWords = () => ['linear', 'root', 'log'].map(name => [translate('scale.' + name), translate('scale.hint.' + name)]);
-export const firstTokenWords = () => [[translate('hide first'), translate('hide first why')]];
+// The word "chance" and what it means, which the pages with statistics explain.
+export const chanceWords = () => [translate('chance', { n: '' }).trim(), translate('chance why')];

@@ -3,6 +3,20 @@ import { NBSP } from './dom.js';
 import { frame } from './host.js';
 
 export const known = value => value !== null && value !== undefined && Number.isFinite(value);
+// The end of a scale: a value rounded up to 1, 2 or 5 times a power of ten.
+export function roundedUp(value) {
+  const ten = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].find(m => m * ten >= value * .999) * ten;
+}
+
+// Add an index to `best`, the indices of the `most` largest values so far, the largest first.
+export function keepLargest(best, index, valueAt, most) {
+  if (best.length === most && !(valueAt(index) > valueAt(best.at(-1)))) return;
+  const at = best.findIndex(other => valueAt(other) < valueAt(index));
+  best.splice(at < 0 ? best.length : at, 0, index);
+  best.length = Math.min(best.length, most);
+}
+
 export const count = n => Math.round(n).toLocaleString(frame.lang);
 
 // A number with its sign, + or −; none where it is rounded to 0.

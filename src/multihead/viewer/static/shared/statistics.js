@@ -38,6 +38,9 @@ export const numberRows = (statistics, i) => [
     el('td', { className: 'b' }, el('i', { v: one.filled(i) })), el('td', { textContent: one.text(i) }), el('td', { className: 'level', textContent: one.chance[i] ?? '' }))),
 ];
 
+// The small table of a head.
+export const numbersTable = (statistics, i) => el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(statistics, i)));
+
 // Fill a box with the definitions of the statistics [name, label], where there is a text, and of the kinds of a legend that were measured.
 export function definitions(box, statistics, legend) {
   const entry = (title, words, kind) => el('div', kind ? { k: kind } : {}, el('dt', {}, ...(kind ? [glyph(kind)] : []), title[0].toLocaleUpperCase() + title.slice(1)), el('dd', { textContent: words }));

@@ -1,16 +1,14 @@
 // The grid of all heads: which are off or scaled, coloured by kind, by how much their maps changed, or by their effect.
 import { paint, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
-import { drawHeads } from '../shared/headgrid.js';
+import { drawHeads, fitted } from '../shared/headgrid.js';
 import { root } from '../shared/host.js';
 import { glyph, kindChips, kindName } from '../shared/kinds.js';
-import { fitted } from '../shared/layout.js';
 import { markedRamp, signedRamp } from '../shared/legend.js';
-import { count, exact, known, percent, signed } from '../shared/numbers.js';
+import { count, exact, known, percent, roundedUp, signed } from '../shared/numbers.js';
 import { size } from '../view/host.js';
 import { headsNamed } from './sentence.js';
 import { changedHeads, commonFactor, factorOf, found, isOff, nameOf, state } from './state.js';
-import { roundedUp } from './words.js';
 
 const COLOURS = ['kind', 'changed', 'effect'], HIGH = 270;  // pixels
 export const effects = new Map();  // index of a head -> the effect of its absence on the chosen token
@@ -59,13 +57,13 @@ export function drawGrid() {
   const { record } = found, phone = size().width <= 640, held = $('grid').contains(root.activeElement);
   if (shown.lit >= record.heads.length) shown.lit = 0;
   lit = -1;
-  const shape = fitted({ layers: record.layers.length, heads: record.widest, roles: false }, $('gridbox').clientWidth - 8, { phone, high: HIGH, low: 0, largest: phone ? 28 : 40 });
+  const shape = fitted(record, $('gridbox').clientWidth - 8, { phone, high: HIGH, low: 0, largest: phone ? 28 : 40 });
   cells = record.heads.map((_, i) => {
     const made = el('button', { className: 'cell', k: record.kinds[i], tabIndex: i === shown.lit ? 0 : -1, onmouseenter: () => light(i), onfocus: () => { keep(i); light(i); }, onblur: () => light(-1) });
     made.dataset.i = i;
     return made;
   });
-  drawHeads($('grid'), record.layers, shape, (layer, h) => cells[record.index(layer.number, h)]);
+  drawHeads($('grid'), record, shape, i => cells[i]);
   colours();
   chips();
   paintGrid();

@@ -134,8 +134,7 @@ function keyboard() {
     event.preventDefault();
     does();
   });
-  const press = (names, key) => [names, translate('does.' + key)];
-  $('helps').append(helpButton([press(['←', '→', '↑', '↓'], 'walk'), press(['Enter'], 'toggle'), press(['⇧', 'Enter'], 'layer'), press(['Ctrl', 'Z'], 'undo'), press(['x'], 'on'), press(['e'], 'edit'), press(['Ctrl', 'Enter'], 'apply'), press(['Esc'], 'stop'), [['?'], translate('press.help')]],
+  $('helps').append(helpButton([[['←', '→', '↑', '↓'], 'does.walk'], [['Enter'], 'does.toggle'], [['⇧', 'Enter'], 'does.layer'], [['Ctrl', 'Z'], 'does.undo'], [['x'], 'does.on'], [['e'], 'does.edit'], [['Ctrl', 'Enter'], 'does.apply'], [['Esc'], 'does.stop'], [['?'], 'press.help']],
     ['off', 'loss', 'divergence', 'maps', 'effect'].map(name => [translate('word.' + name), translate('means.' + name)])));
 }
 

@@ -2,12 +2,11 @@
 import { paint, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { short, signed } from '../shared/numbers.js';
-import { quoted } from './sentence.js';
+import { quoted, three } from './sentence.js';
 import { chosen, found, state } from './state.js';
 import { labelOf } from './words.js';
 
 const cell = (tag, className, textContent, more = {}) => el(tag, { className, textContent, ...more });
-const three = value => value.toFixed(3).replace('-', '−');
 
 export function drawNext() {
   const { model, change, words } = found, encoder = model.kind === 'encoder', touched = state.heads.size > 0, last = chosen() === words.tokens.length - 1;

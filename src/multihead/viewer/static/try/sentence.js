@@ -6,6 +6,7 @@ import { labelOf } from './words.js';
 
 // A token in quotation marks; its direction does not leave them.
 export const quoted = token => translate('quoted', { token: `\u2068${token}\u2069` });
+export const three = value => value.toFixed(3).replace('-', '−');  // a similarity
 const likeliest = (next, side) => next.reduce((best, one) => one[side] > best[side] ? one : best);
 
 export function headsNamed() {
@@ -26,7 +27,6 @@ function pairs(before, after) {
 
 export function sentence() {
   const { words, change, model } = found, touched = state.heads.size > 0, last = chosen() === words.tokens.length - 1;
-  const three = value => value.toFixed(3).replace('-', '−');
   let line;
   if (model.kind === 'encoder') {
     if (words.sentences.length < 2) line = translate('one sentence');

@@ -2,15 +2,10 @@
 import { rgb, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { markedRamp, signedRamp } from '../shared/legend.js';
-import { count, known, signed } from '../shared/numbers.js';
+import { count, known, roundedUp, signed } from '../shared/numbers.js';
 import { choosable, setText, SPECIAL } from '../shared/tokens.js';
 import { chosen, found, state } from './state.js';
 
-// The end of a scale: the largest value, rounded up to 1, 2 or 5 times a power of ten.
-export function roundedUp(value) {
-  const ten = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].find(m => m * ten >= value * .999) * ten;
-}
 const LEAST = .5;  // nats, the end of the scale of changes where all are smaller
 
 let layout = null, spans = [];

@@ -1,8 +1,12 @@
 // Send requests to the server, and detect when it no longer responds.
-import { request } from './host.js';
+import { el } from '../shared/dom.js';
+import { address, request } from './host.js';
 
 export const sampleAt = (run, sample) => `api/runs/${run}/samples/${sample}`;
 export const headAt = (run, sample, l, h) => `${sampleAt(run, sample)}/heads/${l}/${h}`;
+
+// Links to an address in two formats.
+export const downloads = (path, query = '') => ['csv', 'json'].flatMap((form, n) => [n ? ' ' : '', el('a', { href: address(`${path}.${form}${query}`), download: '', textContent: form.toUpperCase() })]);
 
 // The response is not ready yet (503): retry later.
 export class Later extends Error {}

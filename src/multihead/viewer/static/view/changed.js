@@ -1,5 +1,5 @@
 // What changed between two records, which the page opens with: the heads ranked by divergence.
-import { $, el, translate } from '../shared/dom.js';
+import { $, el, translate, waitingNote } from '../shared/dom.js';
 import { kindNames, kindTags } from '../shared/kinds.js';
 import { json, sampleAt } from './api.js';
 import { toBoth } from './permalink.js';
@@ -18,7 +18,7 @@ export function changed(record) {
   choice.value = other;
   const key = `${record.run} ${record.sample} ${other}`, mine = ++turn;
   const rank = async () => {
-    $('changed').replaceChildren(el('p', { className: 'note waiting', role: 'status' }, el('progress'), ' ', translate('comparing')));
+    $('changed').replaceChildren(waitingNote());
     const answer = await json(`${sampleAt(record.run, record.sample)}/changed/${key.split(' ')[2]}`).catch(error => ({ error: error.message, heads: [] }));
     if (!answer.error) kept.set(key, answer);
     if (mine === turn) show(record, answer);

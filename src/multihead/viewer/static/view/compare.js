@@ -1,21 +1,15 @@
 // The largest differences in view, as a table next to the three maps.
 import { $, el, translate } from '../shared/dom.js';
-import { count, short } from '../shared/numbers.js';
+import { count, keepLargest, short } from '../shared/numbers.js';
 import { centre } from './geometry.js';
 import { shown } from './map.js';
 import { state } from './permalink.js';
 import { label } from './record.js';
 
 // Find the indices of the largest |values|, without sorting all of them.
-function farthestPlaces(values, max) {
-  const best = [];
-  for (let k = 0; k < values.length; k++) {
-    const v = Math.abs(values[k]);
-    if (!(v > 0) || (best.length === max && v <= Math.abs(values[best.at(-1)]))) continue;
-    const at = best.findIndex(other => Math.abs(values[other]) < v);
-    best.splice(at < 0 ? best.length : at, 0, k);
-    best.length = Math.min(best.length, max);
-  }
+function farthestPlaces(values, most) {
+  const best = [], distance = k => Math.abs(values[k]);
+  for (let k = 0; k < values.length; k++) if (distance(k) > 0) keepLargest(best, k, distance, most);
   return best;
 }
 

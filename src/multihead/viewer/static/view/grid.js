@@ -1,10 +1,9 @@
 // The grid of all heads: layers down, heads across, in as many columns of layers as fit into the window.
 import { css, hatching, rootEnd, sized } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
-import { drawHeads } from '../shared/headgrid.js';
+import { drawHeads, fitted } from '../shared/headgrid.js';
 import { root } from '../shared/host.js';
 import { glyph, roleName } from '../shared/kinds.js';
-import { fitted } from '../shared/layout.js';
 import { isSingle } from '../shared/legend.js';
 import { known } from '../shared/numbers.js';
 import { drawMap, mapPicture } from '../shared/picture.js';
@@ -68,10 +67,10 @@ export function retryMaps(record) { for (const l of seen) if (maps.get(nameOf(re
 export function grid(record, passes, goTo) {
   current = record;
   largestSmall();
-  shape = fitted({ layers: record.layers.length, heads: record.widest, roles: record.layers.some(layer => layer.role) }, $('gridbox').clientWidth, { phone: size().width <= 640, high: size().height * 1.05 });
+  shape = fitted(record, $('gridbox').clientWidth, { phone: size().width <= 640, high: size().height * 1.05 });
   if (lit < 0 || lit >= record.heads.length) lit = firstLit(record);
   const box = $('grid'), held = box.contains(root.activeElement);
-  drawHeads(box, record.layers, shape, (layer, h) => headCell(record, record.index(layer.number, h)), (row, layer) => {
+  drawHeads(box, record, shape, i => headCell(record, i), (row, layer) => {
     row.dataset.l = layer.number;
     row.firstChild.after(el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
   });

@@ -1,14 +1,14 @@
 // The page of one head, or of two compared: its panels, and the pointer on the map.
-import { $, el, translate } from '../shared/dom.js';
+import { $, translate } from '../shared/dom.js';
 import { root } from '../shared/host.js';
 import { kindNames, roleName } from '../shared/kinds.js';
 import { isSingle, scaleChoice } from '../shared/legend.js';
 import { count } from '../shared/numbers.js';
 import { numberRows } from '../shared/statistics.js';
-import { headAt, server } from './api.js';
+import { downloads, headAt, server } from './api.js';
 import { differences } from './compare.js';
 import { cellAt, centre, clamp, move, viewOf, zoom } from './geometry.js';
-import { address, zooms } from './host.js';
+import { zooms } from './host.js';
 import { legend } from './legend.js';
 import { mini, shown } from './map.js';
 import { navigator } from './navigator.js';
@@ -122,8 +122,7 @@ export function inView() {
 function exportLinks() {
   const { a } = scene, { queries: q, keys: k } = inView(), cells = (q[1] - q[0]) * (k[1] - k[0]);
   if (cells > MAX_CELLS) { $('export').textContent = translate('export too many', { n: count(MAX_CELLS) }); return; }
-  const to = form => el('a', { href: address(`${headAt(a.run, a.sample, a.l, a.h)}/weights.${form}?queries=${q.join(':')}&keys=${k.join(':')}`), download: '', textContent: form.toUpperCase() });
-  $('export').replaceChildren(translate('export view', { n: count(cells) }) + ' ', to('csv'), ' ', to('json'));
+  $('export').replaceChildren(translate('export view', { n: count(cells) }) + ' ', ...downloads(`${headAt(a.run, a.sample, a.l, a.h)}/weights`, `?queries=${q.join(':')}&keys=${k.join(':')}`));
 }
 
 // ---- the pointer: hover, drag, wheel, pinch, double click

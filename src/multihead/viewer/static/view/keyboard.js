@@ -1,6 +1,7 @@
 // The keyboard: on the map it moves and zooms, among the heads it walks; `?` lists the keys.
+import { SCALES } from '../shared/colour.js';
 import { $, translate } from '../shared/dom.js';
-import { firstTokenWords, helpButton, scaleWords } from '../shared/help.js';
+import { chanceWords, helpButton } from '../shared/help.js';
 import { pressed } from '../shared/host.js';
 import { focusHead, litHead } from './grid.js';
 import { keep, pan, sceneNow, step, zoomBy, zoomOne, zoomWhole } from './head.js';
@@ -15,10 +16,9 @@ export function keyboard(page) {
     const handled = state.a ? onHead(event, page) : onAll(event, page);
     if (handled) event.preventDefault();
   });
-  const press = (names, key) => [names, translate('press.' + key)];
-  $('helps').append(helpButton([press(['+', '−'], 'zoom'), press(['0'], 'whole'), press(['1'], 'one'), press(['←', '→', '↑', '↓'], 'move'), press(['⇧', '←'], 'cell'), press(['Enter'], 'keep'), press(['[', ']'], 'heads'),
-    press(['l'], 'log'), press(['s'], 'first key'), press(['c'], 'compare'), press(['/'], 'filter'), press(['Esc'], 'back'), press(['?'], 'help')],
-  [...['head', 'query', 'key'].map(name => [translate('term.' + name), translate('plain.' + name)]), ...scaleWords(), ...firstTokenWords(), [translate('zoom one'), translate('zoom one why')], [translate('chance', { n: '' }).trim(), translate('chance why')]]));
+  $('helps').append(helpButton([[['+', '−'], 'press.zoom'], [['0'], 'press.whole'], [['1'], 'press.one'], [['←', '→', '↑', '↓'], 'press.move'], [['⇧', '←'], 'press.cell'], [['Enter'], 'press.keep'], [['[', ']'], 'press.heads'],
+    [['l'], 'press.log'], [['s'], 'press.first key'], [['c'], 'press.compare'], [['/'], 'press.filter'], [['Esc'], 'press.back'], [['?'], 'press.help']],
+  [...['head', 'query', 'key'].map(name => [translate('term.' + name), translate('plain.' + name)]), ...Object.keys(SCALES).map(name => [translate('scale.' + name), translate('scale.hint.' + name)]), [translate('hide first'), translate('hide first why')], [translate('zoom one'), translate('zoom one why')], chanceWords()]));
 }
 
 function onHead(event, page) {

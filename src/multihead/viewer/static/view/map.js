@@ -94,7 +94,7 @@ function drawPane(pen, pane, scene, pointed) {
     pen.drawImage(one.picture, x0, y0, snap(x(Math.min(scene.layer.keys, (one.c0 + one.cols) * wide))) - x0, snap(y(Math.min(scene.layer.queries, (one.r0 + one.rows) * high))) - y0);
   }
   if (scene.a.masked && state.x < 1) line(pen, 'mark', [x(1), above, x(1), above + height], [3, 3]);
-  chosen(pen, pane, x, y);
+  outlineRow(pen, pane, y, state.q, 'mark', 1.25);
   if (pointed) crosshair(pen, pane, x, y, pointed);
   pen.restore();
   pen.strokeStyle = css('line2');
@@ -115,22 +115,18 @@ function line(pen, colour, [x1, y1, x2, y2], dash = []) {
   pen.setLineDash([]);
 }
 
-function chosen(pen, pane, x, y) {
-  pen.lineWidth = 1.25;
-  pen.strokeStyle = css('mark');
-  if (pane.y > 3) pen.strokeRect(pane.left - 2, y(state.q), pane.width + 4, pane.y);
-  else line(pen, 'mark', [pane.left, y(state.q + .5), pane.left + pane.width, y(state.q + .5)]);
+// Outline the cells of query i; where they are small, draw a line through them.
+function outlineRow(pen, pane, y, i, colour, lineWidth) {
+  Object.assign(pen, { lineWidth, strokeStyle: css(colour) });
+  if (pane.y > 3) pen.strokeRect(pane.left - 2, y(i), pane.width + 4, pane.y);
+  else line(pen, colour, [pane.left, y(i + .5), pane.left + pane.width, y(i + .5)]);
 }
 
 function crosshair(pen, pane, x, y, [i, j]) {
   pen.globalAlpha = .5;
-  pen.lineWidth = 1;
-  pen.strokeStyle = css('ink');
-  if (pane.y > 3) pen.strokeRect(pane.left - 2, y(i), pane.width + 4, pane.y);
-  else line(pen, 'ink', [pane.left, y(i + .5), pane.left + pane.width, y(i + .5)]);
-  if (j < 0) { pen.globalAlpha = 1; return; }
-  if (pane.x > 3) pen.strokeRect(x(j), pane.above - 2, pane.x, pane.height + 4);
-  else line(pen, 'ink', [x(j + .5), pane.above, x(j + .5), pane.above + pane.height]);
+  outlineRow(pen, pane, y, i, 'ink', 1);
+  if (j >= 0 && pane.x > 3) pen.strokeRect(x(j), pane.above - 2, pane.x, pane.height + 4);
+  else if (j >= 0) line(pen, 'ink', [x(j + .5), pane.above, x(j + .5), pane.above + pane.height]);
   pen.globalAlpha = 1;
 }
 

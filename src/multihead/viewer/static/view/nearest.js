@@ -1,5 +1,5 @@
 // List the heads with similar weights; computed on demand, because it may take seconds.
-import { $, el, translate } from '../shared/dom.js';
+import { $, el, translate, waitingNote } from '../shared/dom.js';
 import { glyph, kindName } from '../shared/kinds.js';
 import { headAt, json } from './api.js';
 import { toHead } from './permalink.js';
@@ -8,7 +8,7 @@ let turn = 0;
 export function nearest(scene) {
   const mine = ++turn, { run, sample, l, h } = scene.a, box = $('nearest');
   const find = async () => {
-    box.replaceChildren(el('p', { className: 'note waiting', role: 'status' }, el('progress'), ' ', translate('comparing')));
+    box.replaceChildren(waitingNote());
     const answer = await json(`${headAt(run, sample, l, h)}/nearest?top=5`).catch(error => ({ error: error.message }));
     if (mine !== turn) return;
     const found = Array.isArray(answer) ? answer : answer.heads ?? [], every = answer.every ?? 1;

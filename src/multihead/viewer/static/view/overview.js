@@ -5,12 +5,12 @@ import { fits, unmatched } from '../shared/filter.js';
 import { alignmentTag, kindChips, kindTags, pathLine } from '../shared/kinds.js';
 import { colourOf } from '../shared/kindlist.js';
 import { blockNote, cellNote, scaleChoice, tickedRamp } from '../shared/legend.js';
-import { definitions, numberRows } from '../shared/statistics.js';
+import { definitions, numbersTable } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
-import { sampleAt } from './api.js';
+import { downloads, sampleAt } from './api.js';
 import { changed } from './changed.js';
 import { drawRow, fade, grid, headLink, inspected, listeners, litHead, mapBlocks, mapsMissing, redrawRows, scaleTop, thumb, topWeight } from './grid.js';
-import { address, printed } from './host.js';
+import { printed } from './host.js';
 import { openingText } from './opening.js';
 import { save, state, toHead } from './permalink.js';
 import { view } from './record.js';
@@ -115,12 +115,10 @@ function inspect(i) {
   const { l, h } = record.heads[i], link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, picture);
   link.classList.add('framed');
   link.style.setProperty('--k', colourOf(record.kinds[i]));
-  $('insp').replaceChildren(link, ...note, el('h3', {}, record.long(i), kindTags(record.allKinds[i])), ...marks(i), pathLine(record.layer(i).role, record.layer(i).name),
-    el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(record.metrics, i))));
+  $('insp').replaceChildren(link, ...note, el('h3', {}, record.long(i), kindTags(record.allKinds[i])), ...marks(i), pathLine(record.layer(i).role, record.layer(i).name), numbersTable(record.metrics, i));
 }
 
 function links() {
   $('tablelinks').hidden = !view.served;
-  const to = form => el('a', { href: address(`${sampleAt(record.run, record.sample)}/table.${form}`), download: '', textContent: form.toUpperCase() });
-  $('tablelinks').replaceChildren(translate('download') + ' ', to('csv'), ' ', to('json'));
+  $('tablelinks').replaceChildren(translate('download') + ' ', ...downloads(`${sampleAt(record.run, record.sample)}/table`));
 }

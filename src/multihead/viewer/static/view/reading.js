@@ -3,7 +3,7 @@
 import { css, hatching, paint, rgb, rootEnd, sized, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { isSingle } from '../shared/legend.js';
-import { count, exact, percent, short } from '../shared/numbers.js';
+import { count, exact, keepLargest, percent, short } from '../shared/numbers.js';
 import { phrase, setText } from '../shared/tokens.js';
 import { centre } from './geometry.js';
 import { shown } from './map.js';
@@ -31,7 +31,7 @@ export function reading(scene, pointed) {
 // Summarise a row: its largest weights, its entropy and its colour scale (linear ends at the largest weight); a masked first
 // key is left out.
 function summary(a, scene) {
-  const best = [];
+  const best = [], weight = j => a[j];
   let entropy = 0, top = 0, sees = 0, stored = 0, total = 0, last = -1;
   for (let j = 0; j < a.length; j++) {
     const w = a[j];
@@ -44,11 +44,7 @@ function summary(a, scene) {
     if (w > 0) entropy -= w * Math.log(w);
     if (state.masked && j === 0) continue;
     if (w > top) top = w;
-    if (best.length < STRONGEST || w > a[best.at(-1)]) {
-      const at = best.findIndex(other => a[other] < w);
-      best.splice(at < 0 ? best.length : at, 0, j);
-      best.length = Math.min(best.length, STRONGEST);
-    }
+    keepLargest(best, j, weight, STRONGEST);
   }
   // Without the first key the others get the whole scale, because the reader wants to see the differences between them.
   const end = state.scale === 'linear' ? top : state.masked ? rootEnd(top, false) : 1;

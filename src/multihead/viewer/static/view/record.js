@@ -1,6 +1,7 @@
-// One sample of a run, as the server describes it: its layers, heads, kinds, numbers and texts.
-import { NBSP, translate } from '../shared/dom.js';
-import { neighbour } from '../shared/keys.js';
+// One sample of a run, as the server describes it: its layers, heads, kinds, numbers and texts. A layer is identified by its
+// number in the model everywhere, also in addresses.
+import { translate } from '../shared/dom.js';
+import { HeadList } from '../shared/headlist.js';
 import { kindNames, roleName } from '../shared/kinds.js';
 import { addLegend } from '../shared/kindlist.js';
 import { statistic } from '../shared/statistics.js';
@@ -9,9 +10,10 @@ import { json, sampleAt } from './api.js';
 const BUILT = 6;
 export const view = { lang: 'en', runs: [], foot: '', precision: '', similar: false, looking: false, served: false };
 
-export class Sample {
+export class Sample extends HeadList {
   constructor(run, sample, { kinds, columns, metrics, chance, full, ...rest }) {
     const { layers, legend } = rest;
+    super(layers);
     Object.assign(this, { run, sample, ...rest });  // lead, facts, pattern, texts, received, labels, layers, noMaps, unrecorded, findings, legend
     addLegend(legend);
     this.allKinds = kinds;
@@ -19,12 +21,6 @@ export class Sample {
     this.name = view.runs[run].name;
     this.title = view.runs[run].title || this.name;
     this.keep = view.runs[run].keep;
-    // A layer is identified by its number in the model everywhere, also in addresses. That is not its index in the list of
-    // layers, because only some layers may have been recorded.
-    this.heads = layers.flatMap(layer => Array.from({ length: layer.heads }, (_, h) => ({ l: layer.number, h })));
-    this.numbered = new Map(layers.map(layer => [layer.number, layer]));
-    this.first = new Map(layers.map(({ number }) => [number, this.heads.findIndex(head => head.l === number)]));
-    this.widest = Math.max(...layers.map(layer => layer.heads));
     this.queries = Math.max(...layers.map(layer => layer.queries));
     this.keys = Math.max(...layers.map(layer => layer.keys));
     const largest = { entropy: i => full[i], effective_keys: i => this.layer(i).keys };  // of these the bars end at what the masks allow
@@ -33,19 +29,8 @@ export class Sample {
     this.progress = { state: this.layers.some(layer => layer.blocks.length > BUILT) ? 'unknown' : 'ready', done: 0, total: this.heads.length };
   }
 
-  has(l, h) { return h >= 0 && h < (this.numbered.get(l)?.heads ?? 0); }
-  index(l, h) { return this.has(l, h) ? this.first.get(l) + h : -1; }
-  layer(i) { return this.numbered.get(this.heads[i].l); }
-  short(i) { return `L${this.heads[i].l}${NBSP}H${this.heads[i].h}`; }
-  long(i) { return translate('layer head', { layer: this.heads[i].l, head: this.heads[i].h }); }
   aligned(i) { return this.layer(i).aligned.includes(this.heads[i].h); }
   named(i) { return translate('head and kind', { head: this.long(i), kind: [roleName(this.layer(i).role), kindNames(this.allKinds[i]), this.aligned(i) ? translate('alignment') : ''].filter(Boolean).join(translate('join.comma')) }); }
-
-  // The head to which a key moves from head i in the grid, see `neighbour`.
-  moved(i, key) {
-    const { l, h } = this.heads[i], layer = this.layer(i), index = (place, head) => this.index(this.layers[place].number, head);
-    return { Home: this.index(l, 0), End: this.index(l, layer.heads - 1) }[key] ?? neighbour(key, this.layers.indexOf(layer), h, this.layers, index);
-  }
 
   get coarse() { return this.progress.state === 'ready'; }
   // Return whether the small maps of a layer are available; heads are computed one after the other.

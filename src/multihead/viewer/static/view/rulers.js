@@ -1,13 +1,22 @@
 // The rulers of a pane: tokens if a cell has at least 10.5 pixels, else round positions.
 import { css } from '../shared/colour.js';
 import { translate } from '../shared/dom.js';
-import { clip, niceStep, upright } from '../shared/labels.js';
-import { count } from '../shared/numbers.js';
+import { count, roundedUp } from '../shared/numbers.js';
 import { state } from './permalink.js';
 import { label } from './record.js';
 
 export const WORDS = 10.5;
+// A label above a column is drawn upright if it is a single Chinese or Japanese character or a pictogram.
+const UPRIGHT = /^[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Extended_Pictographic}\u3000-\u303f\uff00-\uffef]\ufe0f?$/u;
 const face = (pen, on, colour) => { pen.font = `${on ? 650 : 420} 11px ${css('sans')}`; pen.fillStyle = css(colour); };
+
+// Truncate a label to a width in pixels.
+function clip(pen, text, max) {
+  if (pen.measureText(text).width <= max) return text;
+  const letters = [...text].slice(0, 60);
+  while (letters.length > 1 && pen.measureText(letters.join('') + '…').width > max) letters.pop();
+  return letters.join('') + '…';
+}
 
 export function rulers(pen, pane, layer, { query, key }, pointed) {
   pen.textBaseline = 'middle';
@@ -27,7 +36,7 @@ function left(pen, pane, layer, side, pointed) {
     }
     return;
   }
-  const step = niceStep(34 / pane.y), half = pane.y > 4 ? .5 : 0;  // a wide cell is labelled in its middle
+  const step = roundedUp(Math.max(1, 34 / pane.y)), half = pane.y > 4 ? .5 : 0;  // a wide cell is labelled in its middle
   for (let i = Math.ceil(state.y / step) * step; i + half <= end; i += step) {
     pen.fillStyle = css('line2');
     pen.fillRect(pane.left - 7, at(i + half) - .5, 6, 1);
@@ -40,7 +49,7 @@ function above(pen, pane, layer, side, pointed) {
   const at = j => pane.left + (j - state.x) * pane.x, end = Math.min(layer.keys, state.x + pane.width / pane.x), room = pane.top - (pane.two ? 38 : 14);
   if (pane.x >= WORDS && side.text && !pane.phone) {
     for (let j = Math.ceil(state.x - .5); j + .5 < end; j++) {
-      const words = label(side, j), level = upright(words), on = pointed?.[1] === j;
+      const words = label(side, j), level = UPRIGHT.test(words), on = pointed?.[1] === j;
       face(pen, on, on ? 'ink' : 'soft');
       pen.save();
       pen.translate(at(j + .5), pane.above - 7);
@@ -51,7 +60,7 @@ function above(pen, pane, layer, side, pointed) {
     }
     return;
   }
-  const step = niceStep((pane.phone ? 62 : 76) / pane.x), half = pane.x > 4 ? .5 : 0;
+  const step = roundedUp(Math.max(1, (pane.phone ? 62 : 76) / pane.x)), half = pane.x > 4 ? .5 : 0;
   for (let j = Math.ceil(state.x / step) * step; j + half <= end; j += step) {
     const x = at(j + half);
     pen.fillStyle = css('line2');
