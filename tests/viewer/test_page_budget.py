@@ -17,7 +17,7 @@ def a_record(length: int = 120, **given: Any) -> Any:
 
 
 def size(kept: page_budget.StoredMaps) -> int:
-    return sum(len(content) + 140 for content in kept.packed_arrays.values())
+    return sum(len(content) + 2 * len(name) + 120 for name, content in kept.arrays.contents.items())
 
 
 def test_with_room_every_weight_is_held_in_sixteen_bits() -> None:
@@ -26,13 +26,13 @@ def test_with_room_every_weight_is_held_in_sixteen_bits() -> None:
     heads = {"0/0/0", "0/0/1", "0/0/2", "0/1/0", "0/1/1"}
     maps = {f"runs/0/samples/0/layers/{layer}/maps" for layer in (0, 1)}
     margins = {f"0/{layer} {name}" for layer in (0, 1) for name in ("received", "entropy")}
-    assert set(kept.packed_arrays) == set(kept.array_descriptions) == heads | maps | margins
+    assert set(kept.arrays.contents) == set(kept.arrays.descriptions) == heads | maps | margins
     assert 0 < kept.largest_rounding_error <= 1.6e-5
 
 
 def test_a_short_text_needs_no_pooled_maps_beside_its_weights() -> None:
     kept = page_budget.encode_fitting_maps(a_record(40), sample=0, room=10_000_000)
-    assert not any("maps" in name for name in kept.packed_arrays)
+    assert not any("maps" in name for name in kept.arrays.contents)
 
 
 def test_with_less_room_twelve_bits_are_tried() -> None:
@@ -72,7 +72,7 @@ def test_maps_become_coarser_before_they_are_left_out() -> None:
 
 def test_without_room_the_page_stores_no_map_and_names_the_reason() -> None:
     kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=100)
-    assert (kept.mode, kept.reason, kept.packed_arrays) == ("none", "room", {})
+    assert (kept.mode, kept.reason, kept.arrays.contents) == ("none", "room", {})
 
 
 def test_statistics_without_a_pooled_map_give_no_map() -> None:

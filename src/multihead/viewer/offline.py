@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from markupsafe import Markup
@@ -19,10 +21,54 @@ from multihead.viewer.page import (
 )
 
 
+class PageFullError(Exception):
+    """The page has no room for another array."""
+
+
+@dataclass(eq=False)
+class PackedArrays:
+    """The packed arrays of a page, and the number of bytes that they take in it.
+
+    Attributes:
+        max_bytes: largest number of bytes that the arrays may take.
+        num_bytes: number of bytes that the arrays take, with their script tags and descriptions.
+        contents: name of an array -> its numbers: deflated planes of bytes, in base64.
+        descriptions: name of an array -> its shape, coding and other properties for the page's script, see
+            `static/view/offline.js`.
+    """
+
+    max_bytes: float = math.inf
+    num_bytes: int = 0
+    contents: dict[str, str] = field(default_factory=dict)
+    descriptions: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, name: str, content: str, **description: Any) -> None:
+        """Add an array.
+
+        Raises:
+            PageFullError: the arrays would take more than `max_bytes`.
+        """
+        num_bytes = self.num_bytes + len(content) + 2 * len(name) + 120
+        if num_bytes > self.max_bytes:
+            raise PageFullError
+        self.num_bytes = num_bytes
+        self.contents[name] = content
+        self.descriptions[name] = description
+
+    def start_group(self) -> PackedArrays:
+        """Return an empty group with the room that is left here, for arrays that may not all fit; see `add_group`."""
+        return PackedArrays(self.max_bytes, self.num_bytes)
+
+    def add_group(self, group: PackedArrays) -> None:
+        """Add the arrays of a group that `start_group` returned."""
+        self.num_bytes = group.num_bytes
+        self.contents |= group.contents
+        self.descriptions |= group.descriptions
+
+
 def offline_page(
     plain: Mapping[str, Any],
-    arrays: Mapping[str, Mapping[str, Any]],
-    packs: Iterable[tuple[str, str]],
+    arrays: PackedArrays,
     *,
     title: str,
     lang: str,
@@ -33,8 +79,7 @@ def offline_page(
 
     Args:
         plain: path of a request -> the answer as JSON-serialisable data.
-        arrays: name -> shape and coding of a stored array, see `static/view/offline.js`.
-        packs: (name, numbers) of each stored array: deflated planes of bytes, in base64.
+        arrays: the stored arrays.
         title: the title of the window.
         lang: the language of the page.
         place: the part of the page's address after "#", which the file opens with.
@@ -43,7 +88,7 @@ def offline_page(
     words = section(lang, "common", "page", "viewer")
     held = {
         "plain": plain,
-        "arrays": arrays,
+        "arrays": arrays.descriptions,
         "tile": TILE_SIDE,
         "place": place,
         "absent": text("viewer.share absent", lang),
@@ -63,7 +108,7 @@ def offline_page(
             "script": Markup(source),
             "script_hash": hash_of_script(source),
             "data": Markup(json_in_script(held)),
-            "packs": [(name, Markup(content)) for name, content in packs],
+            "packs": [(name, Markup(content)) for name, content in arrays.contents.items()],
         },
     )
     return html.encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate in a title

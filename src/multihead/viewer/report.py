@@ -229,7 +229,7 @@ def _render_page(described: dict[str, Any], run: dict[str, Any], store: StoredMa
         | {"layers": layers, "noMaps": "" if store.mode != "none" else described["noMaps"] or stored},
         "runs/0/samples/0/levels": {"state": "ready", "done": 1, "total": 1, "inMemory": False},
     }
-    return offline_page(plain, store.array_descriptions, store.packed_arrays.items(), title=run["title"], lang=lang)
+    return offline_page(plain, store.arrays, title=run["title"], lang=lang)
 
 
 def sentence_on_stored_maps(store: StoredMaps, *, max_bytes: int, lang: str) -> str:

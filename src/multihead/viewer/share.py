@@ -8,8 +8,10 @@ file.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
@@ -21,7 +23,7 @@ from multihead.locale.texts import text
 from multihead.viewer.facts import readable_size
 from multihead.viewer.levels import TILE_SIDE, number_of_levels
 from multihead.viewer.maps import compress_planes
-from multihead.viewer.offline import offline_page
+from multihead.viewer.offline import PackedArrays, PageFullError, offline_page
 from multihead.viewer.page import STYLE_SHEETS, json_in_script, read_package_file
 from multihead.viewer.payload import describe_view
 from multihead.viewer.tiles import tiles_per_side, weights_of_queries
@@ -66,28 +68,19 @@ class SharedHead:
 
 @dataclass(frozen=True)
 class PlaceInView:
-    """The part of a map in view: keys from x, queries from y, n keys across (0: the whole map), and the query q."""
+    """The part of a map in view.
+
+    Attributes:
+        first_key: the key at the left edge.
+        first_query: the query at the top edge.
+        num_keys: number of keys across; 0 for the whole map.
+        chosen_query: the query whose weights the text shows; -1 for none.
+    """
 
     first_key: float = 0
     first_query: float = 0
     num_keys: float = 0
     chosen_query: int = -1
-
-
-_PackedArrays = Mapping[str, tuple[str, dict[str, Any]]]
-"""Name of an array -> its numbers, deflated and in base64, and its description for the page's script."""
-
-
-@dataclass(eq=False)
-class _ArraysOfFile:
-    """The packed arrays of a shared file, by name, and their total size in bytes."""
-
-    arrays: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
-    num_bytes: int = 0
-
-    def add(self, packed: _PackedArrays) -> None:
-        self.arrays |= packed
-        self.num_bytes += _size_of_packed_arrays(packed)
 
 
 def shared_page(
@@ -120,7 +113,6 @@ def shared_page(
         ArgumentError: the view does not fit into max_bytes, even without any finer level.
     """
     place, view = _renumbered_place(place, second_run=len(runs) > 1)
-    held = _ArraysOfFile()
     plain: dict[str, Any] = {"view": describe_view(runs, lang, similar=False, looking=False)}
     for run, described in enumerate(samples):
         plain[f"runs/{run}/samples/0"] = described
@@ -130,29 +122,27 @@ def shared_page(
         + sum(len(read_package_file(f"viewer/static/{name}")) for name in STYLE_SHEETS)
         + 200_000
     )
-    room = max_bytes - bare
+    arrays, room = PackedArrays(), max_bytes - bare
     for one in heads:
-        held.add(_pack_rows_near_query(one, view.chosen_query))
+        _add_rows_near_query(arrays, one, view.chosen_query)
         for level in range(number_of_levels(one.sample.num_queries, one.sample.num_keys)):
-            held.add(_pack_tiles(one, level, _tiles_in_view(one.sample, level, view)))
-    if held.num_bytes > room:
+            _add_tiles(arrays, one, level, _tiles_in_view(one.sample, level, view))
+    if arrays.num_bytes > room:
         raise ArgumentError(
-            f"This view needs {readable_size(held.num_bytes + bare, 'en')}, and a shared file holds at most "
+            f"This view needs {readable_size(arrays.num_bytes + bare, 'en')}, and a shared file holds at most "
             f"{readable_size(max_bytes, 'en')}.",
             "Zoom in, or share one head at a time.",
         )
-    for run, layer, maps in _small_maps(heads, samples, small):
-        packed = {f"runs/{run}/samples/0/layers/{layer}/maps": maps}
-        if held.num_bytes + _size_of_packed_arrays(packed) < room / 2:
-            held.add(packed)
-    level = _add_whole_levels(heads, held, room)
+    arrays.max_bytes = room / 2  # so that at most half of the file is small maps
+    _add_small_maps(arrays, heads, samples, small)
+    arrays.max_bytes = room
+    level = _add_whole_levels(arrays, heads)
     names = [f"L{one.layer} H{one.head}" for one in heads]
     depth = text("viewer.share level all" if level == 0 else "viewer.share level", lang, n=1 << level)
     note = text("viewer.share file", lang, heads=text("common.join.comma", lang).join(names), level=depth)
     return offline_page(
         plain,
-        {name: described for name, (_, described) in held.arrays.items()},
-        ((name, content) for name, (content, _) in held.arrays.items()),
+        arrays,
         title=str(runs[0]["title"] or runs[0]["name"]),
         lang=lang,
         place=place,
@@ -199,67 +189,64 @@ def _tiles_in_view(one: SampleRecord, level: int, view: PlaceInView) -> list[tup
     return found if len(found) <= MAX_TILES_IN_VIEW else []
 
 
-def _pack_tiles(one: SharedHead, level: int, places: Sequence[tuple[int, int]]) -> _PackedArrays:
-    """Pack tiles of a head; tiles in the first column also without the first key, if their cells are means."""
-    return {
-        f"{one.name} {level} {row} {column} {int(sink)}": _pack_float32(one.tile(level, row, column, sink=sink))
-        for row, column in places
-        for sink in ((True, False) if column == 0 and level > 0 else (True,))
-    }
+def _add_tiles(arrays: PackedArrays, one: SharedHead, level: int, places: Iterable[tuple[int, int]]) -> None:
+    """Add tiles of a head; tiles in the first column also without the first key, if their cells are means."""
+    for row, column in places:
+        for sink in (True, False) if column == 0 and level > 0 else (True,):
+            name = f"{one.name} {level} {row} {column} {int(sink)}"
+            _add_float32(arrays, name, one.tile(level, row, column, sink=sink))
 
 
-def _pack_rows_near_query(one: SharedHead, query: int) -> _PackedArrays:
-    """Pack the weights of the queries around the chosen query, and the index of the first one, as `{head} rows`."""
+def _add_rows_near_query(arrays: PackedArrays, one: SharedHead, query: int) -> None:
+    """Add the weights of the queries around the chosen query, and the index of the first one, as `{head} rows`."""
     chosen = query if 0 <= query < one.sample.num_queries else int(0.6 * one.sample.num_queries)
     first = max(0, chosen - NUM_NEAR_QUERIES // 2)
     queries = slice(first, min(first + NUM_NEAR_QUERIES, one.sample.num_queries))
-    return {f"{one.name} rows": _pack_float32(weights_of_queries(one.sample, one.head, queries), first=first)}
+    _add_float32(arrays, f"{one.name} rows", weights_of_queries(one.sample, one.head, queries), first=first)
 
 
-def _small_maps(
+def _add_small_maps(
+    arrays: PackedArrays,
     heads: Sequence[SharedHead],
     samples: Sequence[Mapping[str, Any]],
     small: Callable[[int, int], tuple[Array, tuple[int, int]] | None],
-) -> Iterator[tuple[int, int, tuple[str, dict[str, Any]]]]:
-    """Yield (record, layer, packed small maps) of all layers that have small maps, the layers in view first."""
+) -> None:
+    """Add the small maps of all layers that have small maps and fit, the layers in view first."""
     chosen = [(one.run, one.layer) for one in heads]
     every = [(run, layer["number"]) for run, one in enumerate(samples) for layer in one["layers"] if layer["maps"]]
     for run, layer in dict.fromkeys([*chosen, *every]):
         found = small(run, layer)
         if found is not None:
             maps, block = found
-            yield run, layer, _pack_float32(maps, block=list(block))
+            with suppress(PageFullError):
+                _add_float32(arrays, f"runs/{run}/samples/0/layers/{layer}/maps", maps, block=list(block))
 
 
-def _add_whole_levels(heads: Sequence[SharedHead], held: _ArraysOfFile, room: int) -> int:
+def _add_whole_levels(arrays: PackedArrays, heads: Sequence[SharedHead]) -> int:
     """Add complete levels of all heads, the coarsest first, as long as they fit; return the finest level added."""
     deepest = [number_of_levels(one.sample.num_queries, one.sample.num_keys) for one in heads]
     for level in reversed(range(max(deepest))):
-        added: dict[str, tuple[str, dict[str, Any]]] = {}
-        for place, one in enumerate(heads):
-            if level >= deepest[place]:
+        added = arrays.start_group()
+        for depth, one in zip(deepest, heads, strict=True):
+            if level >= depth:
                 continue
             # A float32 takes about three bytes as base64 of deflated planes; a level estimated to be too large is not
             # computed.
-            if 3 * (one.sample.num_queries >> level) * (one.sample.num_keys >> level) > 2 * room:
+            if 3 * (one.sample.num_queries >> level) * (one.sample.num_keys >> level) > 2 * arrays.max_bytes:
                 return level + 1
             rows, columns = (tiles_per_side(length, level) for length in (one.sample.num_queries, one.sample.num_keys))
-            places = [(row, column) for row in range(rows) for column in range(columns)]
-            added |= _pack_tiles(
-                one, level, [at for at in places if f"{one.name} {level} {at[0]} {at[1]} 1" not in held.arrays]
-            )
-        if held.num_bytes + _size_of_packed_arrays(added) > room:
-            return level + 1
-        held.add(added)
+            places = product(range(rows), range(columns))
+            missing = (at for at in places if f"{one.name} {level} {at[0]} {at[1]} 1" not in arrays.contents)
+            try:
+                _add_tiles(added, one, level, missing)
+            except PageFullError:
+                return level + 1
+        arrays.add_group(added)
     return 0
 
 
-def _pack_float32(values: Array, **described: Any) -> tuple[str, dict[str, Any]]:
-    """Pack an array of float32 exactly: four planes of bytes, the byte with the exponent first, deflated."""
+def _add_float32(arrays: PackedArrays, name: str, values: Array, **description: Any) -> None:
+    """Add an array of float32 exactly: four planes of bytes, the byte with the exponent first, deflated."""
     octets = torch.from_numpy(np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4))
     content = compress_planes(*(octets[:, place] for place in (3, 2, 1, 0)))
-    return content, {"shape": list(values.shape), "coding": "float32"} | described
-
-
-def _size_of_packed_arrays(packed: _PackedArrays) -> int:
-    return sum(2 * len(name) + len(content) + 120 for name, (content, _) in packed.items())
+    arrays.add(name, content, shape=list(values.shape), coding="float32", **description)
