@@ -138,12 +138,22 @@ class AttentionRequest:
         return replace(self, k=k, v=v, scales=None)
 
     @property
-    def requires_grad(self) -> bool:
-        """Whether q, k, v, bias or sinks require a gradient."""
-        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
-            return True
-        bias = None if self.bias is None else values_of(self.bias)
-        return any(tensor is not None and tensor.requires_grad for tensor in (bias, self.sinks))
+    def bias_values(self) -> Tensor | None:
+        """The tensor of the bias: the values of a RelativeBias, or the dense bias itself; None without a bias."""
+        return None if self.bias is None else values_of(self.bias)
+
+    @property
+    def qkv_need_gradient(self) -> bool:
+        """Whether gradients are enabled, and q, k or v requires one."""
+        return torch.is_grad_enabled() and (self.q.requires_grad or self.k.requires_grad or self.v.requires_grad)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether gradients are enabled, and q, k, v, bias or sinks require one."""
+        terms = (self.bias_values, self.sinks)
+        return self.qkv_need_gradient or (
+            torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in terms)
+        )
 
     @property
     def packed_lengths(self) -> Tensor | None:

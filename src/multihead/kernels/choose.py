@@ -133,9 +133,8 @@ def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
     mask = request.mask.cache_key()
     if mask is None:
         return None
-    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     native = library.reason_of_absence() or library.chosen_instruction_set().index
-    return mask, request.shape, request.query_start, request.softcap is None, trains, native
+    return mask, request.shape, request.query_start, request.softcap is None, request.qkv_need_gradient, native
 
 
 def choose_kernel(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None = None) -> KernelChoice:
@@ -259,6 +258,4 @@ def benchmark_class_of(request: AttentionRequest, bounds: KeyBounds) -> str:
         name = "full"
     else:
         name = "causal" if mask == _CAUSAL else "intervals"
-    q, k, v = request.q, request.k, request.v
-    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return name + TRAINING_SUFFIX if trains else name
+    return name + TRAINING_SUFFIX if request.qkv_need_gradient else name

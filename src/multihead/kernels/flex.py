@@ -31,7 +31,7 @@ from multihead.kernels.dense_tile import dense_mask, without_qkv, working_dtype
 from multihead.kernels.reference import differentiable_gradients
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
-from multihead.scores.bias import RelativeBias, values_of
+from multihead.scores.bias import RelativeBias
 from multihead.scores.terms import add_sinks
 from multihead.tensors.tracing import constant_in_graphs, is_captured, is_intercepted, is_traced, is_transformed
 
@@ -73,7 +73,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         least, most = HEAD_DIM_RANGE
         if not least <= dim <= most:
             return f"flex_attention's kernels support heads of {least} to {most} columns, and {name} is {dim}"
-    if request.bias is not None and values_of(request.bias).requires_grad and torch.is_grad_enabled():
+    if request.bias_values is not None and request.bias_values.requires_grad and torch.is_grad_enabled():
         return "flex_attention accumulates the gradient of a bias one cell at a time, which is slow"
     return None
 
@@ -219,7 +219,7 @@ def score_mod(request: AttentionRequest) -> ScoreMod | None:
     if request.softcap is None and request.bias is None:
         return None
     softcap = None if request.softcap is None else _float_as_text(request.softcap)
-    values = None if request.bias is None else values_of(request.bias).detach()
+    values = None if request.bias_values is None else request.bias_values.detach()
     if values is not None and values.dtype == torch.float64:
         values = values.to(working_dtype(request.shape.dtype))
     diagonal = request.shape.query_length - 1 if isinstance(request.bias, RelativeBias) else None
@@ -305,12 +305,12 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
 def _output_and_logsumexp(
     request: AttentionRequest, bounds: KeyBounds, flex: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    tensors = request.q, request.k, request.v
-    backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return flex(
-        *tensors,
+        request.q,
+        request.k,
+        request.v,
         score_mod=score_mod(request),
-        block_mask=_cached_block_mask(request, bounds, backward=backward),
+        block_mask=_cached_block_mask(request, bounds, backward=request.qkv_need_gradient),
         scale=_float_as_text(request.scale),
         grouped=request.shape.heads_per_kv_head > 1,
         by_rows=request.shape.query_length * request.shape.heads_per_kv_head > BLOCK_SIZE // 2,
@@ -336,11 +336,10 @@ def _cached_block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward
 
 def _compute_with_double_backward(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, Tensor]:
     """Compute flex_attention with second derivatives by the reference kernel."""
-    q, k, v = request.q, request.k, request.v
-    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+    if not request.qkv_need_gradient:
         return _output_and_logsumexp(request, bounds, _run_compiled)
-    found: tuple[Tensor, Tensor] = _CompiledFlex.apply(q, k, v, without_qkv(request), bounds)  # type: ignore[no-untyped-call]
-    return found
+    inputs = (request.q, request.k, request.v, without_qkv(request), bounds)
+    return _CompiledFlex.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _CompiledFlex(torch.autograd.Function):

@@ -39,7 +39,7 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     q, k, v, bias = request.q, request.k, request.v, request.bias
     if request.shape.device.type == "cuda" and request.mask.translation_invariant and bias is None:
         return request, None
-    numbers = None if bias is None else values_of(bias).detach()
+    numbers = None if request.bias_values is None else request.bias_values.detach()
     bad_numbers = None if numbers is None else _is_nan_or_positive_inf(numbers)
     bad_sinks = None if request.sinks is None else _is_nan_or_positive_inf(request.sinks.detach())  # (heads,)
     fits = can_read_values(request.shape.device) and not may_overflow(request)
@@ -49,8 +49,8 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     bad_keys = _has_nonfinite(k) | _has_nonfinite(v)  # (batch, kv_heads, keys)
     zero = v.new_zeros(())
     cleaned = replace(request, v=torch.where(bad_keys[..., None], zero, v))
-    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if trains or request.shape.device.type != "cuda":  # the kernels for CUDA overwrite hidden scores, also a NaN
+    # Without gradients a NaN in q and k may stay on CUDA, where the kernels overwrite hidden scores.
+    if request.qkv_need_gradient or request.shape.device.type != "cuda":
         q, k = torch.where(bad_queries[..., None], zero, q), torch.where(bad_keys[..., None], zero, k)
         cleaned = replace(cleaned, q=q, k=k)
     bad_bias = None

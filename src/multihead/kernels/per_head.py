@@ -54,8 +54,8 @@ def is_computed_per_head(request: AttentionRequest, *, need_weights: bool) -> bo
         return False
     if shape.dtype not in (torch.float32, torch.float64):
         return False
-    trains = torch.is_grad_enabled() and request.requires_grad
-    if not request.dropout and (trains or not request.mask.hides_nothing or shape.key_length > MAX_KEYS):
+    is_slow = request.needs_gradient or not request.mask.hides_nothing or shape.key_length > MAX_KEYS
+    if is_slow and not request.dropout:
         return False
     return _has_finite_inputs(request)
 
@@ -75,7 +75,7 @@ def attend_per_head(request: AttentionRequest, *, need_weights: bool, average: b
         keep = torch.empty(size, dtype=torch.bool).bernoulli_(1 - request.dropout)
     arguments = (request.q, request.k, request.v, _bias_tensor(request), keep, request, need_weights, average)
     with without_autocast(request.shape.device):
-        if torch.is_grad_enabled() and request.requires_grad:
+        if request.needs_gradient:
             output, weights = _AttentionPerHead.apply(*arguments)  # type: ignore[no-untyped-call]
         else:
             output, weights = _forward_per_head(*arguments)

@@ -25,7 +25,6 @@ from multihead.kernels.dense_tile import scores, visible_cells, working_dtype
 from multihead.kernels.nonfinite import make_rows_nan, replace_nonfinite
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
-from multihead.scores.bias import values_of
 from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
@@ -61,7 +60,7 @@ def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attenti
     hidden = ~visible_cells(request, rows, keys)
     cells = scores(request, rows, keys, hidden=hidden)
     weights, logsumexp = softmax(cells, request.sinks)  # (batch, heads, queries, keys), (batch, heads, queries)
-    if is_traced() or (torch.is_grad_enabled() and request.requires_grad):
+    if is_traced() or request.needs_gradient:
         # The gradient of a hidden weight may overflow, and 0 * inf is NaN.
         weights = weights.masked_fill(hidden, 0)
     dropped = dropout(weights, request.dropout) if request.dropout else weights
@@ -77,7 +76,7 @@ def _materialises_at_once(request: AttentionRequest) -> bool:
     With gradients autograd saves all weights anyway, dropout draws a number for each weight, and in a graph or a
     transform the visible keys of a block are unknown.
     """
-    return request.dropout > 0 or is_traced() or (torch.is_grad_enabled() and request.requires_grad)
+    return request.dropout > 0 or is_traced() or request.needs_gradient
 
 
 def _range_of_visible_keys(bounds: KeyBounds, rows: slice) -> slice:
@@ -157,8 +156,7 @@ def differentiable_gradients(
         "the reference kernel computes the call again, and holds queries x keys.",
         "Give kernel='reference' to compute the call only once.",
     )
-    bias = None if request.bias is None else values_of(request.bias)
-    tensors = (request.q, request.k, request.v, bias, request.sinks)
+    tensors = (request.q, request.k, request.v, request.bias_values, request.sinks)
     wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
     with torch.enable_grad():
         cleaned, bad_rows = replace_nonfinite(replace(request, wanted_parts=frozenset()), bounds)

@@ -28,7 +28,7 @@ from multihead.kernels.plan.bounds import key_bounds
 from multihead.kernels.plan.rectangles import Rectangle, cover_with_rectangles
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
-from multihead.scores.bias import bias_tile, values_of
+from multihead.scores.bias import bias_tile
 from multihead.scores.terms import add_sinks
 from multihead.tensors.tracing import is_traced
 
@@ -46,7 +46,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return "PyTorch's fused kernels are called without dropout"
     if request.softcap is not None:
         return "PyTorch's fused kernels have no softcap"
-    if request.bias is not None and values_of(request.bias).requires_grad and torch.is_grad_enabled():
+    if request.bias_values is not None and request.bias_values.requires_grad and torch.is_grad_enabled():
         return "PyTorch's fused kernels have no gradient for a bias"
     return _refusal_on_cuda(request) if device.type == "cuda" else None
 
@@ -106,7 +106,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
         fused.with_supported_layout(tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1])))
         for tensor in (request.q, request.k, request.v)
     )
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if request.qkv_need_gradient:
         output, logsumexp = _FusedRectangles.apply(q, k, v, cover)  # type: ignore[no-untyped-call]
     else:
         output, logsumexp = _attend_rectangles(q, k, v, cover)

@@ -25,7 +25,6 @@ from multihead.kernels.dense_tile import scores, visible_cells, without_autocast
 from multihead.kernels.reference import softmax
 from multihead.models.rejection import IMPLEMENTATION_ATTRIBUTE
 from multihead.probes.tile import tile
-from multihead.scores.bias import values_of
 from multihead.tensors.tracing import is_in_backward_pass, is_traced
 
 MAX_WEIGHTS = 1 << 28
@@ -210,8 +209,7 @@ def _compute_weights(request: AttentionRequest, logsumexp: Tensor) -> Tensor:
 
 def _is_differentiable(request: AttentionRequest) -> bool:
     """Whether the weights of a call need a gradient."""
-    bias = None if request.bias is None else values_of(request.bias)
-    tensors = (request.q, request.k, bias, request.sinks)
+    tensors = (request.q, request.k, request.bias_values, request.sinks)
     return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
 
 

@@ -62,10 +62,10 @@ class Ring:
     def attend(self) -> AttentionResult:
         """Compute the attention of this rank's queries, and the `wanted_parts` of the request."""
         request = self.request
-        bias = None if request.bias is None else values_of(request.bias)
         # Tensors must be arguments of the autograd function, so this copy of the ring has no bias values and no sinks.
         ring = replace(self, request=replace(request, bias=_drop_bias_values(request.bias), sinks=None))
-        output, logsumexp = _RingFunction.apply(request.q, request.k, request.v, bias, request.sinks, ring)  # type: ignore[no-untyped-call]
+        inputs = (request.q, request.k, request.v, request.bias_values, request.sinks)
+        output, logsumexp = _RingFunction.apply(*inputs, ring)  # type: ignore[no-untyped-call]
         return AttentionResult(output, logsumexp, ring.statistics)
 
     def first_keys(self, bias: Tensor | None) -> Tensor:

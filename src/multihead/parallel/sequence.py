@@ -317,9 +317,9 @@ class _SplitOverRanks:
         k, v = (request.k.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (request.k, request.v))
         if strategy == "ring":
             ring = Ring(self.ranks, ring_plan, request, kernel)
-            bias = None if request.bias is None else values_of(request.bias)
             pieces = [piece for step in ring_plan.steps for piece in step.pieces]
-            parts = [slice_piece(ring, piece, request.q, k, v, bias).build_request(ring, piece) for piece in pieces]
+            tensors = (request.q, k, v, request.bias_values)
+            parts = [slice_piece(ring, piece, *tensors).build_request(ring, piece) for piece in pieces]
         elif strategy == "ulysses":
             parts = [self._request_of_heads(request, *self._make_placeholder_heads(request, length))]
         else:

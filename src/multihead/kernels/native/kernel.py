@@ -26,7 +26,7 @@ from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.native.statistics import select_wanted_statistics
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
-from multihead.scores.bias import values_of, with_values
+from multihead.scores.bias import with_values
 from multihead.tensors.tracing import has_tracer_or_mode, is_intercepted, is_traced, is_transformed
 
 HANDLES_NONFINITE = True  # the library skips hidden keys one by one
@@ -44,7 +44,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
             f"it computes float32, bfloat16 and float16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
         )
     if not is_intercepted() or not is_traced():
-        for tensor in () if _has_plain_tensors_only(request, bounds) else _tensors_read_by(request, bounds):
+        for tensor in _tensors_read_by(request, bounds):
             if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:  # such as a fake tensor
                 return f"it reads plain tensors, and one is a {type(tensor).__name__}"
     elif is_transformed():
@@ -52,30 +52,18 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     return library.reason_of_absence()
 
 
-def _has_plain_tensors_only(request: AttentionRequest, bounds: KeyBounds) -> bool:
-    """Whether a call has no bias and no sinks, and only plain tensors (not fake or subclassed)."""
-    if request.bias is not None or request.sinks is not None or type(request.query_start) is not int:
-        return False
-    return type(request.q) is type(request.k) is type(request.v) is type(bounds.start) is type(bounds.stop) is Tensor
-
-
 def _tensors_read_by(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, ...]:
-    """Return the tensors whose memory the kernel reads."""
-    read: tuple[Tensor, ...] = (request.q, request.k, request.v, bounds.start, bounds.stop)
-    if request.bias is not None:
-        read += (values_of(request.bias),)
-    if request.sinks is not None:
-        read += (request.sinks,)
-    if isinstance(request.query_start, Tensor):  # the distance statistics read it
-        read += (request.query_start,)
-    return read
+    """Return the tensors whose memory the kernel reads; the statistics of distances read the query start."""
+    terms = (request.bias_values, request.sinks, request.query_start)
+    tensors = tuple(term for term in terms if isinstance(term, Tensor))
+    return (request.q, request.k, request.v, bounds.start, bounds.stop, *tensors)
 
 
 def reads_int8(request: AttentionRequest) -> bool:
     """Whether there are so few queries that reading int8 k and v directly is faster than dequantising them first."""
     if request.shape.query_length > MAX_INT8_QUERIES or request.shape.dtype not in DTYPES or has_tracer_or_mode():
         return False
-    return not (torch.is_grad_enabled() and request.requires_grad)
+    return not request.needs_gradient
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
@@ -83,8 +71,8 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     job = operator_call_of(request, bounds)
     if has_tracer_or_mode():
         return _attend_in_graph(job)
-    if torch.is_grad_enabled() and request.requires_grad:
-        inputs = (request.q, request.k, request.v, _bias_values(request), request.sinks)
+    if request.needs_gradient:
+        inputs = (request.q, request.k, request.v, request.bias_values, request.sinks)
         measured: dict[str, Any] = {}
         return AttentionResult(*_DifferentiableKernel.apply(*inputs, job, measured), **measured)  # type: ignore[no-untyped-call]
     return _attend_without_gradients(job)
@@ -145,11 +133,6 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     if bounds.remainder is not None:
         dense = min(queries_per_block(request, bounds), shape.query_length) * shape.key_length * shape.batch
     return WorkEstimate(cells, held + outputs + dense)
-
-
-def _bias_values(request: AttentionRequest) -> Tensor | None:
-    """Return the tensor of the bias (the values of a RelativeBias), or None."""
-    return None if request.bias is None else values_of(request.bias)
 
 
 class _DifferentiableKernel(torch.autograd.Function):
