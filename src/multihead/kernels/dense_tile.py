@@ -68,8 +68,18 @@ def scores(
 
 def visible_cells(request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
     """Return where neither mask nor a bias of -inf hides a key: bool, broadcasting to (batch, heads, queries, keys)."""
+    shown = visible_in_mask(request.mask, request, queries, keys)
+    if request.bias is not None:
+        shown = shown & (bias_tile(request.bias, request.shape, queries, keys) != -torch.inf)
+    return shown
+
+
+def visible_in_mask(
+    mask: Mask, request: AttentionRequest, queries: slice = slice(None), keys: slice = slice(None)
+) -> Tensor:
+    """Return where a mask shows a key to a query of a request: bool, broadcasting to (batch, heads, queries, keys)."""
     shape = request.shape
-    place = TilePositions.from_sizes(
+    tile = TilePositions.from_sizes(
         shape.query_length,
         shape.key_length,
         query_start=request.query_start,
@@ -77,10 +87,7 @@ def visible_cells(request: AttentionRequest, queries: slice = slice(None), keys:
         rows=queries,
         columns=keys,
     )
-    shown = request.mask.tile(place)
-    if request.bias is not None:
-        shown = shown & (bias_tile(request.bias, request.shape, queries, keys) != -torch.inf)
-    return shown
+    return mask.tile(tile)
 
 
 def hidden_cells(request: AttentionRequest) -> Tensor | None:
@@ -93,18 +100,8 @@ def visibility_tensors(request: AttentionRequest) -> tuple[Tensor, ...]:
 
     Autograd raises an error if a saved tensor was modified in place since the forward pass.
     """
-    start, bias = request.query_start, request.bias
-    positions = (start,) if isinstance(start, Tensor) else ()
-    return (*request.mask.tensors(), *positions, *(() if bias is None else (values_of(bias),)))
-
-
-def dense_mask(mask: Mask, request: AttentionRequest) -> Tensor:
-    """Return the dense mask of a call: bool, broadcasting to (batch, heads, queries, keys)."""
-    shape = request.shape
-    start = request.query_start
-    return mask.tile(
-        TilePositions.from_sizes(shape.query_length, shape.key_length, query_start=start, device=shape.device)
-    )
+    terms = (request.query_start, request.bias_values)
+    return (*request.mask.tensors(), *(term for term in terms if isinstance(term, Tensor)))
 
 
 def select_request_heads(request: AttentionRequest, heads: Tensor) -> AttentionRequest:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from multihead.kernels import reference
 from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
-from multihead.kernels.dense_tile import dense_mask, without_qkv, working_dtype
+from multihead.kernels.dense_tile import visible_in_mask, without_qkv, working_dtype
 from multihead.kernels.reference import differentiable_gradients
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
@@ -205,7 +205,7 @@ def _add_head_axis(numbers: Tensor) -> Tensor:
 def mask_mod(request: AttentionRequest, bounds: KeyBounds) -> MaskMod:
     """Return the mask function of partial blocks: start <= key < stop, and the remainder is True."""
     start, stop = bounds.start.to(torch.int32), bounds.stop.to(torch.int32)
-    remainder = None if bounds.remainder is None else dense_mask(bounds.remainder, request)
+    remainder = None if bounds.remainder is None else visible_in_mask(bounds.remainder, request)
 
     def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         within = (j >= _value_at(start, b, i)) & (j < _value_at(stop, b, i))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest, DropoutOffset
+from multihead.kernels.dense_tile import visible_in_mask
 from multihead.kernels.native import library
 from multihead.masks.base import KeyBounds
-from multihead.masks.positions import TilePositions
 from multihead.scores.bias import Bias, RelativeBias, slice_bias, values_of, with_values
 
 # Size in bytes of a block (queries x keys) in which a mask that is not one interval per query is materialised.
@@ -61,15 +61,8 @@ def iterate_query_blocks(request: AttentionRequest, bounds: KeyBounds, *, step: 
     height = -(-min(queries_per_block(request, bounds), queries) // step) * step
     for first in range(0, queries, height):
         rows = slice(first, min(first + height, queries))
-        place = TilePositions.from_sizes(
-            queries,
-            request.shape.key_length,
-            query_start=request.query_start,
-            device=request.shape.device,
-            rows=rows,
-        )
         part = replace(bounds, start=bounds.start[:, rows], stop=bounds.stop[:, rows])
-        yield QueryBlock(rows, part, bounds.remainder.tile(place))
+        yield QueryBlock(rows, part, visible_in_mask(bounds.remainder, request, rows))
 
 
 def queries_per_block(request: AttentionRequest, bounds: KeyBounds) -> int:

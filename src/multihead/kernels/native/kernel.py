@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
-from multihead.kernels.dense_tile import dense_mask, visibility_tensors, without_qkv
+from multihead.kernels.dense_tile import visibility_tensors, visible_in_mask, without_qkv
 from multihead.kernels.native import library
 from multihead.kernels.native.call import (
     ALL_QUERIES,
@@ -101,7 +101,7 @@ def _attend_in_graph(job: OperatorCall) -> AttentionResult:
     operator = torch.ops.multihead.attention.default
     if is_traced():
         remainder = job.bounds.remainder
-        visible = None if remainder is None else dense_mask(remainder, job.request)
+        visible = None if remainder is None else visible_in_mask(remainder, job.request)
         return AttentionResult(*operator(*operator_arguments(job, QueryBlock(ALL_QUERIES, job.bounds, visible)))[:2])
     parts = [operator(*operator_arguments(job, rows))[:2] for rows in iterate_query_blocks(job.request, job.bounds)]
     if len(parts) == 1:
