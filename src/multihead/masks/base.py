@@ -28,14 +28,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property, partial, reduce
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from multihead.errors import MaskError
-from multihead.masks.counts import repr_of_value
 from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TilePositions
 from multihead.tensors.shapes import describe_type
 from multihead.tensors.tracing import constant_in_graphs
@@ -217,17 +216,16 @@ class Mask:
         Raises:
             MaskError: the mask holds a tensor, and does not define this method.
         """
-        if not self.holds_tensors:
-            heads = 1 if self.defines_interval else self.tile(TilePositions.from_sizes(1, 1)).shape[1]
-            return (
-                self
-                if heads == 1
-                else OfHeads(self, tuple(select(torch.arange(heads).view(1, -1, 1, 1)).flatten().tolist()))
+        if self.holds_tensors:
+            raise MaskError(
+                f"{self!r} holds a tensor, and {type(self).__name__} does not define select_heads(select).",
+                "Define it to return the mask of some heads: with select(tensor) for a tensor with a head axis, else "
+                "self.",
             )
-        raise MaskError(
-            f"{self!r} holds a tensor, and {type(self).__name__} does not define select_heads(select).",
-            "Define it to return the mask of some heads: with select(tensor) for a tensor with a head axis, else self.",
-        )
+        heads = 1 if self.defines_interval else self.tile(TilePositions.from_sizes(1, 1)).shape[1]
+        if heads == 1:
+            return self
+        return OfHeads(self, tuple(select(torch.arange(heads).view(1, -1, 1, 1)).flatten().tolist()))
 
     # ---- methods derived from those of subclasses
 
@@ -311,6 +309,10 @@ class Mask:
         """
         if self.translation_invariant or (not isinstance(count, Tensor) and not count):
             return self
+        return self._drop_keys(count)
+
+    def _drop_keys(self, count: int | Tensor) -> Mask:
+        """Return this mask for a sequence whose first `count` keys were dropped; `count` is not the int 0."""
         return Shifted(self, count)
 
     def select_span(self, span: SampleSpan) -> Mask:
@@ -373,6 +375,9 @@ class Mask:
         names = _field_names(type(self))
         return dict(vars(self)) if names is None else {name: getattr(self, name) for name in names}
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(_repr_of_field, self.values().values()))})"
+
     # ---- combinations
 
     def __and__(self, other: Mask) -> Mask:
@@ -393,11 +398,26 @@ class Mask:
         return tuple(("tensor", id(value)) if isinstance(value, Tensor) else value for value in self.values().values())
 
 
+def _attribute_of_parts(name: str, join: Callable[[Iterable[bool]], bool]) -> Any:
+    """Return a property of a combined mask: `any` or `all` (`join`) of the attribute `name` of its parts."""
+    return property(lambda mask: join(getattr(part, name) for part in mask.parts))
+
+
+def attribute_of_inner_mask(name: str) -> Any:
+    """Return a property of a mask that changes another mask: the attribute `name` of that mask."""
+    return property(lambda mask: getattr(mask.mask, name))
+
+
 class _CombinedMask(Mask):
     """A combination of masks, `And` or `Or`; `parts` are the masks, and `operator_symbol` is "&" or "|" in the repr."""
 
     parts: tuple[Mask, ...]
     operator_symbol: ClassVar[str]
+    uses_positions = _attribute_of_parts("uses_positions", any)
+    translation_invariant = _attribute_of_parts("translation_invariant", all)
+    defines_interval = _attribute_of_parts("defines_interval", all)
+    has_key_axis = _attribute_of_parts("has_key_axis", any)
+    starts_at_first_key = _attribute_of_parts("starts_at_first_key", all)
 
     def __repr__(self) -> str:
         written = (f"({part!r})" if isinstance(part, _CombinedMask) else repr(part) for part in self.parts)
@@ -406,31 +426,10 @@ class _CombinedMask(Mask):
     def cache_key(self) -> tuple[object, ...] | None:
         key: list[object] = [type(self)]
         for part in self.parts:
-            of_part = part.cache_key()
-            if of_part is None:
+            if (of_part := part.cache_key()) is None:
                 return None
             key.append(of_part)
         return tuple(key)
-
-    @property
-    def uses_positions(self) -> bool:  # type: ignore[override]
-        return any(part.uses_positions for part in self.parts)
-
-    @property
-    def translation_invariant(self) -> bool:  # type: ignore[override]
-        return all(part.translation_invariant for part in self.parts)
-
-    @property
-    def defines_interval(self) -> bool:
-        return all(part.defines_interval for part in self.parts)
-
-    @property
-    def has_key_axis(self) -> bool:  # type: ignore[override]
-        return any(part.has_key_axis for part in self.parts)
-
-    @property
-    def starts_at_first_key(self) -> bool:  # type: ignore[override]
-        return all(part.starts_at_first_key for part in self.parts)
 
     def check_fits(self, size: CallSize) -> None:
         for part in self.parts:
@@ -467,10 +466,7 @@ class And(_CombinedMask):
 
     parts: tuple[Mask, ...]
     operator_symbol: ClassVar[str] = "&"
-
-    @property
-    def sees_no_later_key(self) -> bool:  # type: ignore[override]
-        return any(part.sees_no_later_key for part in self.parts)
+    sees_no_later_key = _attribute_of_parts("sees_no_later_key", any)
 
     @property
     def lookback(self) -> int | None:  # type: ignore[override]
@@ -509,10 +505,7 @@ class Or(_CombinedMask):
 
     parts: tuple[Mask, ...]
     operator_symbol: ClassVar[str] = "|"
-
-    @property
-    def sees_no_later_key(self) -> bool:  # type: ignore[override]
-        return all(part.sees_no_later_key for part in self.parts)
+    sees_no_later_key = _attribute_of_parts("sees_no_later_key", all)
 
     @property
     def lookback(self) -> int | None:  # type: ignore[override]
@@ -539,31 +532,16 @@ class Or(_CombinedMask):
         return whole
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Shifted(Mask):
     """A mask of a whole sequence, applied after its first `offset` keys were dropped, an int or (batch,)."""
 
     mask: Mask
     offset: int | Tensor
-
-    def __repr__(self) -> str:
-        return f"Shifted({self.mask!r}, {repr_of_value(self.offset)})"
-
-    @property
-    def uses_positions(self) -> bool:  # type: ignore[override]
-        return self.mask.uses_positions
-
-    @property
-    def sees_no_later_key(self) -> bool:  # type: ignore[override]
-        return self.mask.sees_no_later_key
-
-    @property
-    def has_key_axis(self) -> bool:  # type: ignore[override]
-        return self.mask.has_key_axis
-
-    @property
-    def lookback(self) -> int | None:  # type: ignore[override]
-        return self.mask.lookback
+    uses_positions = attribute_of_inner_mask("uses_positions")
+    sees_no_later_key = attribute_of_inner_mask("sees_no_later_key")
+    has_key_axis = attribute_of_inner_mask("has_key_axis")
+    lookback = attribute_of_inner_mask("lookback")
 
     def check_fits(self, size: CallSize) -> None:
         # With a tensor of offsets, the length of the whole sequence is unknown, so longer lengths are allowed.
@@ -583,21 +561,16 @@ class Shifted(Mask):
         return KeyBounds(start, stop, None if inner.remainder is None else Shifted(inner.remainder, self.offset))
 
     def select_sample(self, index: int) -> Mask:
-        offset = self.offset
-        if isinstance(offset, Tensor):
-            offset = int(offset[index if len(offset) > 1 else 0])
-        return Shifted(self.mask.select_sample(index), offset)
+        return Shifted(self.mask.select_sample(index), self._offset_of_sample(index))
 
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> Mask:
         return Shifted(self.mask.select_heads(select), self.offset)
 
-    def after_dropping_keys(self, count: int | Tensor) -> Mask:
+    def _drop_keys(self, count: int | Tensor) -> Mask:
         return Shifted(self.mask, self.offset + count)
 
     def select_span(self, span: SampleSpan) -> Mask:
-        offset = self.offset
-        if isinstance(offset, Tensor):
-            offset = int(offset[span.sample if len(offset) > 1 else 0])
+        offset = self._offset_of_sample(span.sample)
         return self.mask.select_span(
             SampleSpan(span.sample, span.queries, (span.keys[0] + offset, span.keys[1] + offset))
         )
@@ -608,6 +581,9 @@ class Shifted(Mask):
         inner = self.mask.restrict_to_first_keys(count + self.offset)
         return None if inner is None else Shifted(inner, self.offset)
 
+    def _offset_of_sample(self, index: int) -> int:
+        return int(row_of_sample(self.offset, index)) if isinstance(self.offset, Tensor) else self.offset
+
 
 @dataclass(frozen=True, eq=False)
 class OfHeads(Mask):
@@ -615,10 +591,7 @@ class OfHeads(Mask):
 
     mask: Mask
     heads: tuple[int, ...]
-
-    @property
-    def uses_positions(self) -> bool:  # type: ignore[override]
-        return self.mask.uses_positions
+    uses_positions = attribute_of_inner_mask("uses_positions")
 
     def tile(self, tile: TilePositions) -> Tensor:
         return self.mask.tile(tile)[:, list(self.heads)]
@@ -705,16 +678,24 @@ def check_is_mask(mask: object) -> None:
 def _combine_masks(kind: type[_CombinedMask], left: Mask, right: Mask) -> Mask:
     if not isinstance(right, Mask):
         check_is_mask(right)
-    if kind is And:
-        if left.hides_nothing or right.hides_nothing:
-            return right if left.hides_nothing else left
-    elif left.hides_nothing or right.hides_nothing:
-        return left if left.hides_nothing else right
-    first, second = (
-        (left.parts if isinstance(left, kind) else (left,)),
-        (right.parts if isinstance(right, kind) else (right,)),
-    )
+    if left.hides_nothing or right.hides_nothing:
+        full, other = (left, right) if left.hides_nothing else (right, left)
+        return other if kind is And else full
+    first = left.parts if isinstance(left, kind) else (left,)
+    second = right.parts if isinstance(right, kind) else (right,)
     return kind((*first, *second))  # type: ignore[call-arg]
+
+
+def _repr_of_field(value: object) -> str:
+    """Return the repr of a value; a tensor is shortened to its dtype and shape."""
+    if isinstance(value, Tensor):
+        return f"<{str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}>"
+    return repr(value)
+
+
+def row_of_sample(tensor: Tensor, index: int) -> Tensor:
+    """Return the row of a sample in a tensor (batch or 1, ...), of which one row is for all samples."""
+    return tensor[index if len(tensor) > 1 else 0]
 
 
 def _intersect_bounds(left: KeyBounds, right: KeyBounds) -> KeyBounds:

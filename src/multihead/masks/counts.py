@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
 from multihead.errors import MaskError
+from multihead.masks.base import Mask
 from multihead.masks.positions import CallSize
 from multihead.tensors.shapes import MAX_POSITION
 from multihead.tensors.tracing import can_read_values
 
 IntOrInts: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
+
+
+class CountsMask(Mask):
+    """The base class of masks that hold numbers of tokens.
+
+    Attributes:
+        counts: the numbers of tokens: an int, tuples of ints or an integer tensor.
+        holds_documents: whether the counts of a row are the lengths of consecutive documents, which add up.
+    """
+
+    counts: Any
+    holds_documents: ClassVar[bool] = False
+
+    def check_fits(self, size: CallSize) -> None:
+        """Raise a MaskError if the counts are for another batch, or exceed the number of keys.
+
+        Values that cannot be read without waiting (in a graph, on an accelerator) are not checked; intervals are
+        clamped instead.
+        """
+        counts, shape = self.counts, shape_of_counts(self.counts)
+        has_rows = len(shape) == 2 if self.holds_documents else bool(shape)
+        if has_rows and shape[0] not in (1, size.batch):
+            raise MaskError(
+                f"{self!r} has lengths for {shape[0]} samples, and the batch has {size.batch}.",
+                "Give one row per sample.",
+            )
+        if size.more_keys_later or 0 in shape or (isinstance(counts, Tensor) and not can_read_values(counts.device)):
+            return
+        longest = _largest_count(counts, summed=self.holds_documents)
+        if longest > size.keys:
+            found, limit = (
+                (f"documents of {longest} tokens in total", f"that add up to at most {size.keys}")
+                if self.holds_documents
+                else (f"a length of {longest} tokens", f"of at most {size.keys} tokens")
+            )
+            raise MaskError(f"{self!r} has {found}, and there are {size.keys} keys.", f"Give lengths {limit}.")
+
+    def select_heads(self, select: Callable[[Tensor], Tensor]) -> Self:
+        return self  # all heads share the counts
 
 
 def check_counts(
@@ -33,20 +73,20 @@ def check_counts(
         if can_read_values(given.device) and _smallest_count(given) < 0:
             raise MaskError(f"{name} holds a negative length, {int(given.min())}.", "Give lengths of 0 or more tokens.")
         return given
-    rows = _counts_as_rows(given, name, form)
-    depth = 2 if rows and isinstance(rows[0], tuple) else 1
-    widths = {len(row) if isinstance(row, tuple) else -1 for row in rows}
-    if depth not in dims or (len(widths) > 1 and not (ragged and -1 not in widths)):
+    depth = 1 if _is_row_of_integers(given) else 2
+    is_valid = depth == 1 or (_is_sequence(given) and all(map(_is_row_of_integers, given)))
+    rows: Sequence[Any] = (given,) if depth == 1 else given  # type: ignore[assignment]
+    if not is_valid or depth not in dims or (len(set(map(len, rows))) > 1 and not ragged):
         raise MaskError(f"{name} was given {given!r}.", f"Give integers of shape {form}.")
-    if ragged and depth == 2:
-        width = max(widths)
-        rows = tuple(row + (0,) * (width - len(row)) for row in rows if isinstance(row, tuple))
-    numbers = [number for row in rows for number in (row if isinstance(row, tuple) else (row,))]
+    numbers = [number for row in rows for number in row]
     if min(numbers, default=0) < 0:
         raise MaskError(f"{name} holds a negative length, {min(numbers)}.", "Give lengths of 0 or more tokens.")
     if max(numbers, default=0) > MAX_POSITION:
         raise MaskError(f"{name} holds a length of {max(numbers)} tokens.", f"Give at most {MAX_POSITION} tokens.")
-    return rows  # type: ignore[return-value]
+    if depth == 1:
+        return tuple(numbers)
+    width = max(map(len, rows))
+    return tuple((*row, *(0,) * (width - len(row))) for row in rows)
 
 
 def _smallest_count(counts: Tensor) -> int:
@@ -56,16 +96,12 @@ def _smallest_count(counts: Tensor) -> int:
     return min(counts.flatten().tolist(), default=0)
 
 
-def _counts_as_rows(given: object, name: str, form: str) -> tuple[int | tuple[int, ...], ...]:
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise MaskError(f"{name} was given {given!r}.", f"Give integers of shape {form}.")
-    rows: list[int | tuple[int, ...]] = []
-    for row in given:
-        numbers = row if isinstance(row, Sequence) and not isinstance(row, str) else (row,)
-        if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-            raise MaskError(f"{name} was given {given!r}.", f"Give integers of shape {form}.")
-        rows.append(tuple(numbers) if numbers is row or isinstance(row, Sequence) else row)
-    return tuple(rows)
+def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_row_of_integers(row: object) -> bool:
+    return _is_sequence(row) and all(isinstance(number, int) and not isinstance(number, bool) for number in row)
 
 
 def as_tensor(counts: object, device: torch.device | str) -> Tensor:
@@ -87,37 +123,6 @@ def shape_of_counts(counts: object) -> tuple[int, ...]:
     return (len(counts), len(counts[0])) if counts and isinstance(counts[0], tuple) else (len(counts),)
 
 
-def check_rows_per_sample(mask: object, shape: tuple[int, ...], size: CallSize) -> None:
-    """Raise a MaskError unless counts of shape `shape` have one row per sample, or one row for all samples."""
-    if shape[0] not in (1, size.batch):
-        raise MaskError(
-            f"{mask!r} has lengths for {shape[0]} samples, and the batch has {size.batch}.", "Give one row per sample."
-        )
-
-
-def check_counts_within_keys(mask: object, counts: object, size: CallSize, *, summed: bool = False) -> None:
-    """Raise a MaskError if a count, or with `summed` the sum of a row, exceeds the number of keys.
-
-    Values that cannot be read without waiting (in a graph, on an accelerator) are not checked; intervals are clamped
-    instead.
-    """
-    if (
-        size.more_keys_later
-        or 0 in shape_of_counts(counts)
-        or (isinstance(counts, Tensor) and not can_read_values(counts.device))
-    ):
-        return
-    longest = _largest_count(counts, summed=summed)
-    if longest > size.keys:
-        what = f"documents of {longest} tokens in total" if summed else f"a length of {longest} tokens"
-        raise MaskError(
-            f"{mask!r} has {what}, and there are {size.keys} keys.",
-            f"Give lengths that add up to at most {size.keys}."
-            if summed
-            else f"Give lengths of at most {size.keys} tokens.",
-        )
-
-
 def _largest_count(counts: object, *, summed: bool) -> int:
     """Return the largest count, or the largest sum of a row; ints are compared without creating a tensor."""
     if isinstance(counts, Tensor):
@@ -128,8 +133,10 @@ def _largest_count(counts: object, *, summed: bool) -> int:
     return max(sum(row) if summed else max(row) for row in rows)
 
 
-def counts_after_dropping(counts: object, count: int | Tensor) -> Tensor:
+def counts_after_dropping(counts: object, count: int | Tensor) -> Any:
     """Subtract the number of dropped first keys, an int or (batch,), from counts (), (batch,) or (batch, n)."""
+    if isinstance(counts, int) and isinstance(count, int):
+        return max(0, counts - count)
     held = as_tensor(counts, device_of_counts(counts, count))
     if isinstance(count, Tensor):
         count = count[:, None] if held.dim() == 2 else count
@@ -140,10 +147,3 @@ def device_of_counts(counts: object, count: int | Tensor) -> torch.device | str:
     """Return the device of `count` if it is a tensor, else of counts; "cpu" for ints."""
     given = count if isinstance(count, Tensor) else counts
     return given.device if isinstance(given, Tensor) else "cpu"
-
-
-def repr_of_value(value: object) -> str:
-    """Return the repr of a value; a tensor is shortened to its dtype and shape."""
-    if isinstance(value, Tensor):
-        return f"<{str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}>"
-    return repr(value)

@@ -5,29 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from multihead.masks.base import Mask, Shifted
-from multihead.masks.counts import (
-    IntOrInts,
-    as_tensor,
-    check_counts,
-    check_counts_within_keys,
-    check_rows_per_sample,
-    device_of_counts,
-    repr_of_value,
-    shape_of_counts,
-)
+from multihead.masks.base import Mask, Shifted, row_of_sample
+from multihead.masks.counts import CountsMask, IntOrInts, as_tensor, check_counts, device_of_counts
 from multihead.masks.distance import Full
-from multihead.masks.positions import CallSize, SampleSpan
+from multihead.masks.positions import SampleSpan
 
 
-@dataclass(frozen=True, eq=False)
-class Documents(Mask):
+@dataclass(frozen=True, eq=False, repr=False)
+class Documents(CountsMask):
     """A sequence of consecutive documents; a query sees the keys of its own document.
 
     Args:
@@ -48,24 +41,16 @@ class Documents(Mask):
     """
 
     lengths: IntOrInts | Tensor
+    counts = property(attrgetter("lengths"))
+    holds_documents: ClassVar[bool] = True
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
         counts = check_counts(lengths, "Documents", "(documents,) or (batch, documents)", ragged=True)
         object.__setattr__(self, "lengths", counts)
 
-    def __repr__(self) -> str:
-        return f"Documents({repr_of_value(self.lengths)})"
-
-    def check_fits(self, size: CallSize) -> None:
-        shape = shape_of_counts(self.lengths)
-        if len(shape) == 2:
-            check_rows_per_sample(self, shape, size)
-        check_counts_within_keys(self, self.lengths, size, summed=True)
-
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        lengths = as_tensor(self.lengths, keys.device)
-        of_query = document_of(queries, lengths)
-        return (of_query == document_of(keys, lengths)) & (of_query >= 0)
+        start, stop = (edge[:, None, :, None] for edge in self.interval(queries[:, 0, :, 0], keys.numel()))
+        return (keys >= start) & (keys < stop)
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
         ends = as_tensor(self.lengths, queries.device).cumsum(-1)
@@ -82,14 +67,9 @@ class Documents(Mask):
 
     def select_sample(self, index: int) -> Documents:
         lengths = as_tensor(self.lengths, "cpu")
-        return Documents(lengths[index if len(lengths) > 1 else 0] if lengths.dim() == 2 else lengths)
+        return Documents(row_of_sample(lengths, index) if lengths.dim() == 2 else lengths)
 
-    def select_heads(self, select: Callable[[Tensor], Tensor]) -> Documents:
-        return self  # all heads share the counts
-
-    def after_dropping_keys(self, count: int | Tensor) -> Mask:
-        if not isinstance(count, Tensor) and not count:
-            return self
+    def _drop_keys(self, count: int | Tensor) -> Documents:
         ends = as_tensor(self.lengths, device_of_counts(self.lengths, count)).cumsum(-1)
         ends = (ends - (count[:, None] if isinstance(count, Tensor) else count)).clamp(min=0)
         return Documents(ends.diff(prepend=torch.zeros_like(ends[..., :1]), dim=-1))
@@ -97,9 +77,8 @@ class Documents(Mask):
     def select_span(self, span: SampleSpan) -> Mask:
         documents, first_key = self.select_sample(span.sample), span.keys[0]
         starts = as_tensor(documents.lengths, "cpu").cumsum(-1).tolist()
-        if (
-            first_key and first_key not in starts
-        ):  # a query before the first key may belong to the document that the span cuts
+        # A query before the first key may belong to the document that the span cuts.
+        if first_key and first_key not in starts:
             return Shifted(documents, first_key)
         return documents.after_dropping_keys(first_key)
 
@@ -108,18 +87,3 @@ class Documents(Mask):
 
     def without_documents(self) -> Full:
         return Full()
-
-
-def document_of(positions: Tensor, lengths: Tensor) -> Tensor:
-    """Return the index of the document of each position, -1 outside all documents.
-
-    Positions and result are (batch or 1, 1, n, 1) or (batch or 1, 1, 1, n); lengths, in tokens, are (documents,) or
-    (batch, documents).
-    """
-    ends = lengths.cumsum(-1)
-    rows = len(ends) if ends.dim() == 2 and len(positions) == 1 else len(positions)  # either may be 0
-    flat = positions.expand(rows, -1, -1, -1).flatten(1)
-    bounds = ends.expand(rows, -1) if ends.dim() == 2 else ends.expand(rows, ends.shape[0])
-    index = torch.searchsorted(bounds.contiguous(), flat.contiguous(), right=True)
-    outside = (index >= bounds.shape[-1]) | (flat < 0)
-    return index.masked_fill(outside, -1).view(rows, *positions.shape[1:])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors.arguments import check_integer
-from multihead.masks.base import KeyBounds, Mask, check_is_mask
+from multihead.masks.base import KeyBounds, Mask, attribute_of_inner_mask, check_is_mask
 from multihead.masks.distance import Full
 from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TilePositions
 from multihead.tensors.tracing import is_traced
@@ -39,15 +39,11 @@ class LeadingKeys(Mask):
 
     count: int
     mask: Mask
+    uses_positions = attribute_of_inner_mask("uses_positions")
 
     def __post_init__(self) -> None:
         check_integer("LeadingKeys count", self.count, least=0)
         check_is_mask(self.mask)
-
-    @property
-    def uses_positions(self) -> bool:  # type: ignore[override]
-        """Whether `mask` depends on the query's position."""
-        return self.mask.uses_positions
 
     @property
     def starts_at_first_key(self) -> bool:  # type: ignore[override]

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from operator import attrgetter
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from multihead.errors import MaskError
 from multihead.errors.arguments import check_integer
-from multihead.masks.base import Band, Mask
+from multihead.masks.base import Band, row_of_sample
 from multihead.masks.counts import (
+    CountsMask,
     IntOrInts,
     as_tensor,
     check_counts,
-    check_counts_within_keys,
-    check_rows_per_sample,
     counts_after_dropping,
-    repr_of_value,
     shape_of_counts,
 )
 from multihead.masks.positions import CallSize, SampleSpan, TilePositions
 
 
-@dataclass(frozen=True, eq=False)
-class Lengths(Mask):
+class _FirstKeysMask(CountsMask):
+    """The base class of `Lengths` and `Prefix`: a query sees the keys before a count, whatever its own position."""
+
+    uses_positions: ClassVar[bool] = False
+    starts_at_first_key: ClassVar[bool] = True
+
+    def tile(self, tile: TilePositions) -> Tensor:
+        counts = as_tensor(self.counts, tile.columns.device)
+        if counts.dim() < 2:
+            return tile.all_visible() & (tile.columns < counts.view(-1, 1, 1, 1))
+        return tile.columns < counts[:, tile.rows.flatten()][:, None, :, None]
+
+    def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
+        counts = as_tensor(self.counts, queries.device)
+        counts = counts if counts.dim() == 2 else counts.view(-1, 1)
+        return torch.zeros_like(counts), counts
+
+    def _drop_keys(self, count: int | Tensor) -> Self:
+        return type(self)(counts_after_dropping(self.counts, count))  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Lengths(_FirstKeysMask):
     """A query sees the first `lengths` keys, with one length per sample, or per sample and query.
 
     Args:
@@ -46,14 +66,10 @@ class Lengths(Mask):
     """
 
     lengths: IntOrInts | Tensor
-    uses_positions: ClassVar[bool] = False
-    starts_at_first_key: ClassVar[bool] = True
+    counts = property(attrgetter("lengths"))
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
         object.__setattr__(self, "lengths", check_counts(lengths, "Lengths", "(batch,) or (batch, queries)"))
-
-    def __repr__(self) -> str:
-        return f"Lengths({repr_of_value(self.lengths)})"
 
     @cached_property
     def band(self) -> Band | None:  # type: ignore[override]
@@ -62,41 +78,20 @@ class Lengths(Mask):
         return Band(lengths) if plain else None
 
     def check_fits(self, size: CallSize) -> None:
+        super().check_fits(size)
         shape = shape_of_counts(self.lengths)
-        check_rows_per_sample(self, shape, size)
         if len(shape) == 2 and shape[1] != size.queries:
             raise MaskError(
                 f"{self!r} has lengths for {shape[1]} queries, and the call has {size.queries}.",
                 "Give one length per sample and query.",
             )
-        check_counts_within_keys(self, self.lengths, size)
-
-    def tile(self, tile: TilePositions) -> Tensor:
-        lengths = as_tensor(self.lengths, tile.columns.device)
-        if lengths.dim() == 1:
-            return tile.all_visible() & (tile.columns < lengths.view(-1, 1, 1, 1))
-        return tile.columns < lengths[:, tile.rows.flatten()][:, None, :, None]
-
-    def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
-        lengths = as_tensor(self.lengths, queries.device)
-        lengths = lengths[:, None] if lengths.dim() == 1 else lengths
-        return torch.zeros_like(lengths), lengths
 
     def select_sample(self, index: int) -> Lengths:
         lengths = as_tensor(self.lengths, "cpu")
-        return Lengths(lengths[index if len(lengths) > 1 else 0][None])
-
-    def select_heads(self, select: Callable[[Tensor], Tensor]) -> Lengths:
-        return self  # all heads share the counts
-
-    def after_dropping_keys(self, count: int | Tensor) -> Lengths:
-        return (
-            self if not isinstance(count, Tensor) and not count else Lengths(counts_after_dropping(self.lengths, count))
-        )
+        return Lengths(row_of_sample(lengths, index)[None])
 
     def select_span(self, span: SampleSpan) -> Lengths:
-        lengths = as_tensor(self.lengths, "cpu")
-        lengths = lengths[span.sample if len(lengths) > 1 else 0]
+        lengths = row_of_sample(as_tensor(self.lengths, "cpu"), span.sample)
         lengths = lengths[slice(*span.queries)] if lengths.dim() == 1 else lengths
         return Lengths((lengths[None] - span.keys[0]).clamp(0, span.keys[1] - span.keys[0]))
 
@@ -104,8 +99,8 @@ class Lengths(Mask):
         return Lengths(torch.as_tensor(self.lengths, dtype=torch.int64).clamp(max=count))
 
 
-@dataclass(frozen=True, eq=False)
-class Prefix(Mask):
+@dataclass(frozen=True, eq=False, repr=False)
+class Prefix(_FirstKeysMask):
     """Every query sees the first `length` keys: `Causal() | Prefix(n)` is a prefix LM with a prompt of n tokens.
 
     Args:
@@ -124,8 +119,7 @@ class Prefix(Mask):
     """
 
     length: int | tuple[int, ...] | Tensor
-    uses_positions: ClassVar[bool] = False
-    starts_at_first_key: ClassVar[bool] = True
+    counts = property(attrgetter("length"))
 
     def __init__(self, length: int | Sequence[int] | Tensor) -> None:
         if isinstance(length, int):
@@ -134,35 +128,8 @@ class Prefix(Mask):
         else:
             object.__setattr__(self, "length", check_counts(length, "Prefix", "(batch,), or one int", dims=(1,)))
 
-    def __repr__(self) -> str:
-        return f"Prefix({repr_of_value(self.length)})"
-
-    def check_fits(self, size: CallSize) -> None:
-        if shape := shape_of_counts(self.length):
-            check_rows_per_sample(self, shape, size)
-        check_counts_within_keys(self, self.length, size)
-
-    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        lengths = as_tensor(self.length, keys.device).view(-1, 1, 1, 1)
-        return torch.ones_like(queries, dtype=torch.bool) & (keys < lengths)
-
-    def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
-        length = as_tensor(self.length, queries.device).reshape(-1, 1)
-        return torch.zeros_like(length), length
-
     def select_sample(self, index: int) -> Prefix:
-        length = as_tensor(self.length, "cpu").flatten()
-        return Prefix(int(length[index if length.numel() > 1 else 0]))
-
-    def select_heads(self, select: Callable[[Tensor], Tensor]) -> Prefix:
-        return self  # all heads share the counts
-
-    def after_dropping_keys(self, count: int | Tensor) -> Prefix:
-        if isinstance(self.length, int) and not isinstance(count, Tensor):
-            return Prefix(max(0, self.length - count)) if count else self
-        return (
-            self if not isinstance(count, Tensor) and not count else Prefix(counts_after_dropping(self.length, count))
-        )
+        return Prefix(int(row_of_sample(as_tensor(self.length, "cpu").view(-1), index)))
 
     def select_span(self, span: SampleSpan) -> Prefix:
         length = self.select_sample(span.sample).length

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from multihead.errors import MaskError
 from multihead.masks.base import KeyBounds, Mask
-from multihead.masks.counts import repr_of_value
 from multihead.masks.distance import Full
 from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TilePositions
 from multihead.tensors.shapes import describe_type
@@ -46,9 +45,6 @@ class _TensorMask(Mask):
             )
         object.__setattr__(self, "tensor", tensor)
         object.__setattr__(self, "axes", " ".join(named))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({repr_of_value(self.tensor)}, {self.axes!r})"
 
     @property
     def has_key_axis(self) -> bool:  # type: ignore[override]
@@ -105,10 +101,7 @@ class _TensorMask(Mask):
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(select(self.four_dimensional())) if "heads" in self.axes.split() else self
 
-    def after_dropping_keys(self, count: int | Tensor) -> Mask:
-        return self if isinstance(count, int) and not count else self._drop_key_columns(count)
-
-    def _drop_key_columns(self, count: int | Tensor) -> Mask:
+    def _drop_keys(self, count: int | Tensor) -> Mask:
         if not self.has_key_axis:
             return self
         if isinstance(count, Tensor):
