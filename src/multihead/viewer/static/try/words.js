@@ -1,7 +1,7 @@
 // The text: its tokens, under each its loss and how it changed, and the chosen place; edited in place.
 import { rgb, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
-import { markedRamp, signedRamp } from '../shared/legend.js';
+import { markedRamp } from '../shared/legend.js';
 import { count, known, roundedUp, signed } from '../shared/numbers.js';
 import { choosable, setText, SPECIAL } from '../shared/tokens.js';
 import { chosen, found, state } from './state.js';
