@@ -289,35 +289,24 @@ def _sum_rectangle_gradients(
     The logsumexp L is that of all keys of a query, so P = exp(s - L) are its attention weights.
     """
     q, k, v, output = tensors
-    if len(cover.rectangles) == 1 and cover.is_whole(cover.rectangles[0]):
-        return _rectangle_gradients(grad_output, tensors, logsumexp, cover, cover.rectangles[0])
+    is_whole = any(map(cover.is_whole, cover.rectangles))
     # Gradients are accumulated in this dtype: half precision would lose small contributions of many rectangles.
-    dq, dk, dv = (torch.zeros_like(tensor, dtype=working_dtype(q.dtype)) for tensor in (q, k, v))
+    wide = working_dtype(q.dtype)
+    dq, dk, dv = (q, k, v) if is_whole else (torch.zeros_like(tensor, dtype=wide) for tensor in (q, k, v))
     for rectangle in cover.rectangles:
         samples, rows, columns = cover.sample_slice(rectangle), slice(*rectangle.rows), slice(*rectangle.columns)
-        of_q, of_k, of_v = _rectangle_gradients(grad_output, (q, k, v, output), logsumexp, cover, rectangle)
+        of_q, of_k, of_v = fused.backward(
+            grad_output[samples, :, rows],
+            *cover.slice_tensors(rectangle, q, k, v),
+            output[samples, :, rows],
+            logsumexp[samples, :, rows],
+            causal=rectangle.kind == "causal",
+            mask=cover.additive_mask(rectangle),
+            scale=cover.request.scale,
+        )
+        if is_whole:  # it is the only rectangle
+            return of_q, of_k, of_v
         dq[samples, :, rows] += of_q
         dk[samples, :, columns] += of_k
         dv[samples, :, columns] += of_v
     return dq, dk, dv
-
-
-def _rectangle_gradients(
-    grad_output: Tensor,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    logsumexp: Tensor,
-    cover: _RectangleCover,
-    rectangle: Rectangle,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v of one rectangle."""
-    q, k, v, output = tensors
-    samples, rows = cover.sample_slice(rectangle), slice(*rectangle.rows)
-    return fused.backward(
-        grad_output[samples, :, rows],
-        *cover.slice_tensors(rectangle, q, k, v),
-        output[samples, :, rows],
-        logsumexp[samples, :, rows],
-        causal=rectangle.kind == "causal",
-        mask=cover.additive_mask(rectangle),
-        scale=cover.request.scale,
-    )

@@ -107,38 +107,35 @@ def _cover_bounds(bounds: KeyBounds, *, biased: bool) -> tuple[Rectangle, ...]:
 
 def _group_rows(start: Tensor, stop: Tensor) -> list[_RowGroup]:
     """Split the queries of one sample into groups whose intervals [start, stop), (queries,) each, follow one rule."""
-    queries = start.shape[0]
-    steps = _changes_between_queries(start, stop)
-    changes = [*((steps[1:] != steps[:-1]).nonzero().flatten() + 1).tolist(), queries - 1]
-    rules, first_keys, stops = steps.tolist(), start.tolist(), stop.tolist()
+    changes, lengths = torch.unique_consecutive(_changes_after_queries(start, stop), return_counts=True)
+    first_keys, stops = start.tolist(), stop.tolist()
     groups: list[_RowGroup] = []
-    row = change = 0
-    while row < queries:
-        while changes[change] <= row and change + 1 < len(changes):
-            change += 1
-        rule = _INTERVAL_JUMPS if row == queries - 1 else rules[row]
-        end = row + 1 if rule == _INTERVAL_JUMPS else changes[change] + 1  # one past the last row of this rule
-        height = BLOCK_ROWS if rule == _INTERVAL_SLIDES else end - row
+    row = 0  # the first query that is in no group yet
+    for change, run_end in zip(changes.tolist(), lengths.cumsum(0).tolist(), strict=True):
+        if row >= run_end:
+            continue  # the last group includes the only query before this change
+        end = run_end if change == _INTERVAL_JUMPS else run_end + 1  # one past the last query that follows the rule
+        height = {_INTERVAL_JUMPS: 1, _INTERVAL_SLIDES: BLOCK_ROWS}.get(change, end - row)
         for first in range(row, end, height):
             last = min(first + height, end) - 1
             columns = (min(first_keys[first], first_keys[last]), max(stops[first], stops[last]))
-            name: IntervalRule = "constant" if first == last else _INTERVAL_RULE_BY_CODE[rule]
+            name: IntervalRule = "constant" if first == last else _INTERVAL_RULE_BY_CODE[change]
             if columns[0] < columns[1]:
                 groups.append(_RowGroup((first, last + 1), columns, name, stops[first]))
         row = end
     return groups
 
 
-def _changes_between_queries(start: Tensor, stop: Tensor) -> Tensor:
-    """Return how the key interval changes from each query to the next, as _INTERVAL_STAYS etc.: (queries - 1,)."""
-    start_step, stop_step = start.diff(), stop.diff()
-    steps = torch.full_like(start_step, _INTERVAL_JUMPS)
+def _changes_after_queries(start: Tensor, stop: Tensor) -> Tensor:
+    """Return how the key interval changes after each query, as _INTERVAL_STAYS etc.: (queries,); the last one jumps."""
+    changes = torch.full_like(start, _INTERVAL_JUMPS)
+    start_step, stop_step, steps = start.diff(), stop.diff(), changes[:-1]
     steps[(start_step == 0) & (stop_step == 0)] = _INTERVAL_STAYS
     steps[(start_step == 0) & (stop_step == 1)] = _INTERVAL_GROWS
     steps[(start_step == 1) & ((stop_step == 0) | (stop_step == 1))] = _INTERVAL_SLIDES
     empty = start >= stop
     steps[empty[1:] != empty[:-1]] = _INTERVAL_JUMPS
-    return steps
+    return changes
 
 
 def _merge_cheap_groups(groups: list[_RowGroup]) -> list[_RowGroup]:
