@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -41,7 +40,7 @@ class Documents(CountsMask):
     """
 
     lengths: IntOrInts | Tensor
-    counts = property(attrgetter("lengths"))
+    counts = property(lambda mask: mask.lengths)
     holds_documents: ClassVar[bool] = True
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import ClassVar, Self
 
 import torch
@@ -66,7 +65,7 @@ class Lengths(_FirstKeysMask):
     """
 
     lengths: IntOrInts | Tensor
-    counts = property(attrgetter("lengths"))
+    counts = property(lambda mask: mask.lengths)
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
         object.__setattr__(self, "lengths", check_counts(lengths, "Lengths", "(batch,) or (batch, queries)"))
@@ -119,7 +118,7 @@ class Prefix(_FirstKeysMask):
     """
 
     length: int | tuple[int, ...] | Tensor
-    counts = property(attrgetter("length"))
+    counts = property(lambda mask: mask.length)
 
     def __init__(self, length: int | Sequence[int] | Tensor) -> None:
         if isinstance(length, int):
