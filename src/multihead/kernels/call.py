@@ -6,7 +6,7 @@ request, `origin: CallOrigin`, which is not built without listeners.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -182,6 +182,14 @@ class AttentionResult:
     logsumexp: Tensor
     statistics: dict[PartName, Tensor] = field(default_factory=dict)
     head_factors: Tensor | None = None
+
+
+def concatenate_queries(results: Sequence[AttentionResult]) -> AttentionResult:
+    """Concatenate the outputs and logsumexps of consecutive blocks of queries; a single result is returned as it is."""
+    if len(results) == 1:
+        return results[0]
+    outputs, logsumexps = zip(*((result.output, result.logsumexp) for result in results), strict=True)
+    return AttentionResult(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
 
 
 @dataclass(frozen=True, eq=False)

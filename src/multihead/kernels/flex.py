@@ -119,11 +119,10 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     columns = (blocks.stop * BLOCK_SIZE).clamp(max=shape.key_length) - blocks.first * BLOCK_SIZE
     samples = shape.batch if bounds.is_shared_by_samples else 1
     cells = int((columns.clamp(min=0).cpu() * rows).sum()) * samples * shape.num_heads
-    tokens = shape.batch * shape.num_heads * shape.query_length
     size, wide = shape.dtype.itemsize, working_dtype(shape.dtype).itemsize
     lists = 2 * 4 * blocks.first.numel() * -(-shape.key_length // BLOCK_SIZE)
     remainder = 0 if bounds.remainder is None else shape.num_cells  # at most: heads or samples may share a remainder
-    return WorkEstimate(cells, tokens * (shape.value_dim * size + wide) + lists + remainder)
+    return WorkEstimate(cells, shape.num_rows * (shape.value_dim * size + wide) + lists + remainder)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from multihead.errors import ArgumentError
-from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
+from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate, concatenate_queries
 from multihead.kernels.dense_tile import scores, visible_cells, working_dtype
 from multihead.kernels.nonfinite import make_rows_nan, replace_nonfinite
 from multihead.kernels.slow_paths import warn_of_slow_path
@@ -43,15 +43,16 @@ def reads_int8(request: AttentionRequest) -> bool:
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     """Compute softmax(scores) v with materialised weights; without gradients one block of queries at a time."""
-    whole, every_key = slice(0, request.shape.query_length), slice(0, request.shape.key_length)
-    if _materialises_at_once(request) or request.shape.query_length <= QUERIES_PER_BLOCK:
-        return _attend_rows(request, whole, every_key)
-    blocks = []
-    for first in range(0, request.shape.query_length, QUERIES_PER_BLOCK):
-        rows = slice(first, min(first + QUERIES_PER_BLOCK, request.shape.query_length))
-        blocks.append(_attend_rows(request, rows, _range_of_visible_keys(bounds, rows)))
-    outputs, logsumexps = zip(*((block.output, block.logsumexp) for block in blocks), strict=True)
-    return AttentionResult(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
+    return concatenate_queries([_attend_rows(request, rows, keys) for rows, keys in _query_blocks(request, bounds)])
+
+
+def _query_blocks(request: AttentionRequest, bounds: KeyBounds) -> list[tuple[slice, slice]]:
+    """Return the blocks of queries that are computed one after the other, each with a range of all its visible keys."""
+    queries = request.shape.query_length
+    if _materialises_at_once(request) or queries <= QUERIES_PER_BLOCK:
+        return [(slice(0, queries), slice(0, request.shape.key_length))]
+    blocks = [slice(first, min(first + QUERIES_PER_BLOCK, queries)) for first in range(0, queries, QUERIES_PER_BLOCK)]
+    return [(rows, _range_of_visible_keys(bounds, rows)) for rows in blocks]
 
 
 def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> AttentionResult:
@@ -113,18 +114,13 @@ def softmax(cells: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     """Estimate the scores computed and the memory: three tensors of scores at the peak."""
     shape = request.shape
-    size = 3 * shape.batch * shape.num_heads * working_dtype(shape.dtype).itemsize
-    if _materialises_at_once(request) or shape.query_length <= QUERIES_PER_BLOCK:
-        return WorkEstimate(shape.num_cells, size * shape.query_length * shape.key_length)
-    blocks = [slice(first, first + QUERIES_PER_BLOCK) for first in range(0, shape.query_length, QUERIES_PER_BLOCK)]
-    spans = [_range_of_visible_keys(bounds, rows) for rows in blocks]
-    cells = sum(
-        (min(rows.stop, shape.query_length) - rows.start) * (keys.stop - keys.start)
-        for rows, keys in zip(blocks, spans, strict=True)
-    )
-    widest = max(keys.stop - keys.start for keys in spans)
-    outputs = shape.batch * shape.num_heads * shape.query_length * (shape.value_dim + 1) * shape.dtype.itemsize
-    return WorkEstimate(shape.batch * shape.num_heads * cells, size * QUERIES_PER_BLOCK * widest + 2 * outputs)
+    heads = shape.batch * shape.num_heads
+    blocks = [(rows.stop - rows.start, keys.stop - keys.start) for rows, keys in _query_blocks(request, bounds)]
+    cells = sum(queries * keys for queries, keys in blocks)
+    scores_bytes = 3 * heads * blocks[0][0] * max(keys for _, keys in blocks) * working_dtype(shape.dtype).itemsize
+    # The results of several blocks are concatenated, so that all results are held twice.
+    copies_bytes = 2 * shape.num_rows * (shape.value_dim + 1) * shape.dtype.itemsize
+    return WorkEstimate(heads * cells, scores_bytes + (copies_bytes if len(blocks) > 1 else 0))
 
 
 def differentiable_gradients(

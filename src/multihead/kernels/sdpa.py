@@ -126,9 +126,8 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     masked = max((rectangle.num_cells for rectangle in rectangles if rectangle.kind == "partial"), default=0)
     if bounds.remainder is not None or request.bias is not None:
         masked *= shape.batch * shape.num_heads
-    rows = shape.batch * shape.num_heads * shape.query_length
     size, wide = shape.dtype.itemsize, working_dtype(shape.dtype).itemsize
-    return WorkEstimate(cells, rows * (max(shape.value_dim, shape.head_dim) * size + wide) + masked * wide)
+    return WorkEstimate(cells, shape.num_rows * (max(shape.value_dim, shape.head_dim) * size + wide) + masked * wide)
 
 
 def _count_computed_cells(rectangle: Rectangle) -> int:

@@ -45,7 +45,12 @@ class AttentionShape(NamedTuple):
     @property
     def num_cells(self) -> int:
         """Batch * heads * queries * keys, the number of scores."""
-        return self.batch * self.num_heads * self.query_length * self.key_length
+        return self.num_rows * self.key_length
+
+    @property
+    def num_rows(self) -> int:
+        """Batch * heads * queries, the number of rows of the attention map."""
+        return self.batch * self.num_heads * self.query_length
 
     @staticmethod
     def from_tensors(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:

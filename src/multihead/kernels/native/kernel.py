@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
+from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate, concatenate_queries
 from multihead.kernels.dense_tile import visibility_tensors, visible_in_mask, without_qkv
 from multihead.kernels.native import library
 from multihead.kernels.native.call import (
@@ -103,11 +103,8 @@ def _attend_in_graph(job: OperatorCall) -> AttentionResult:
         remainder = job.bounds.remainder
         visible = None if remainder is None else visible_in_mask(remainder, job.request)
         return AttentionResult(*operator(*operator_arguments(job, QueryBlock(ALL_QUERIES, job.bounds, visible)))[:2])
-    parts = [operator(*operator_arguments(job, rows))[:2] for rows in iterate_query_blocks(job.request, job.bounds)]
-    if len(parts) == 1:
-        return AttentionResult(*parts[0])
-    outputs, logsumexps = zip(*parts, strict=True)
-    return AttentionResult(torch.cat(outputs, 2), torch.cat(logsumexps, 2))
+    blocks = iterate_query_blocks(job.request, job.bounds)
+    return concatenate_queries([AttentionResult(*operator(*operator_arguments(job, block))[:2]) for block in blocks])
 
 
 def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
@@ -127,8 +124,7 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
         held = torch.ops.multihead.workspace(
             *operator_arguments(OperatorCall(request, bounds), QueryBlock(ALL_QUERIES, bounds, None))
         )
-    rows = shape.batch * shape.num_heads * shape.query_length
-    outputs = rows * (shape.value_dim * shape.dtype.itemsize + 4)
+    outputs = shape.num_rows * (shape.value_dim * shape.dtype.itemsize + 4)
     dense = 0
     if bounds.remainder is not None:
         dense = min(queries_per_block(request, bounds), shape.query_length) * shape.key_length * shape.batch
