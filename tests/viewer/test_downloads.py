@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.locale.escaping import escape_controls
+from multihead.record.sample import SampleRecord
+from multihead.record.texts import Text
 from multihead.viewer import downloads
 from tests.viewer.watching import watch
 
@@ -28,6 +31,12 @@ HOSTILE = [
     "two\nlines",
     "\ud800",
 ]
+
+
+def watch_tokens(tokens: list[str], **given: Any) -> SampleRecord:
+    record = watch(len(tokens), **given)
+    record.set_text(Text(tokens=tokens))
+    return record.layers[0].sample()
 
 
 def read(parts: object) -> list[dict[str, str]]:
@@ -47,11 +56,8 @@ def test_a_weight_has_all_its_digits_and_a_hidden_one_has_none() -> None:
 
 def test_json_holds_the_same_weights_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "_BLOCK_CELLS", 7)
-    sample = watch(5, mask=masks.Causal()).layers[0].sample()
-    names = list("abcde")
-    parts = list(
-        downloads.weights_json(sample, 0, queries=slice(1, 4), keys=slice(0, 3), query_tokens=names, key_tokens=names)
-    )
+    sample = watch_tokens(list("abcde"), mask=masks.Causal())
+    parts = list(downloads.weights_json(sample, 0, queries=slice(1, 4), keys=slice(0, 3)))
     assert len(parts) > 4
     body = json.loads(b"".join(parts))
     assert body["query_tokens"] == ["b", "c", "d"]
@@ -62,9 +68,8 @@ def test_json_holds_the_same_weights_row_by_row(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_token_becomes_a_formula() -> None:
-    sample = watch(len(HOSTILE)).layers[0].sample()
     place = slice(0, len(HOSTILE))
-    rows = read(downloads.weights_csv(sample, 0, queries=place, keys=place, query_tokens=HOSTILE, key_tokens=HOSTILE))
+    rows = read(downloads.weights_csv(watch_tokens(HOSTILE), 0, queries=place, keys=place))
     tokens = [row["key_token"] for row in rows[: len(HOSTILE)]]
     in_words = {"\t=1": "\\t=1", "\r=1": "\\r=1"}  # what begins with a backslash is no formula
     assert tokens[:8] == [in_words.get(token, f"'{token}") for token in HOSTILE[:8]]

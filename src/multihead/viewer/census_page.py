@@ -25,13 +25,11 @@ from multihead.probes.probe import SHARE_FORMAT
 from multihead.record.analysis.highlights import LayerKinds
 from multihead.record.summaries import SummaryName
 from multihead.viewer.columns import describe_column, legend_of_kinds
-from multihead.viewer.page import installed_version, render_page
+from multihead.viewer.page import number_or_none, numbers_or_none, render_heads_page
+from multihead.viewer.payload import statistic_per_head
 
 if TYPE_CHECKING:
     from multihead.counting.result import Census
-
-STYLES = tuple(f"viewer/static/{name}.css" for name in ("shared/base", "shared/heads", "shared/page", "census/census"))
-"""Paths of the style sheets of the page, in the order in which they apply."""
 
 MAX_CHANGED_HEADS = 6
 """Number of most changed heads that the first screen of a comparison of two censuses names."""
@@ -113,44 +111,56 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
     counted = {name for _, name, _ in first.row_of_head}
     profiles = [run.profiles() for run in runs]
     columns = [describe_column(shown, lang) for name, shown in first.plan.statistics.items() if name in counted]
-    layers = [
-        {"number": layer.number, "name": escape_controls(layer.name), "heads": layer.num_heads}
-        for layer in first.layers
-    ]
-    data: dict[str, Any] = {
+    axes = {each["id"]: _axis_limits_per_head(runs, each["id"], each["format"]) for each in columns}
+    own = _own_statistics(first, profiles[0], columns)
+    kinds = dict.fromkeys(kind for run in runs for kind in run.all_kinds)
+    return {
         "title": escape_controls(first.plan.title),
         "nats": unit_label("nats", lang),
         "columns": columns,
-        "layers": layers,
-        "legend": legend_of_kinds(
-            dict.fromkeys(kind for run in runs for kind in run.all_kinds), chain(*profiles), lang
-        ),
+        "layers": [
+            {"number": layer.number, "name": escape_controls(layer.name), "heads": layer.num_heads}
+            for layer in first.layers
+        ],
+        "legend": legend_of_kinds(kinds, chain(*profiles), lang),
+        **({"divergence": _divergence_of_each_head(*runs)} if len(runs) > 1 else {}),
+        "axes": {
+            name: [[number_or_none(end, SIGNIFICANT_DIGITS) for end in ends] for ends in found]
+            for name, found in axes.items()
+        },
+        "own": own,
+        "findings": _findings(runs, dict(zip(_heads_of_census(first), own, strict=True)), lang),
+        "runs": [_data_of_run(run, runs, one, axes) for run, one in zip(runs, profiles, strict=True)],
     }
-    if len(runs) > 1:
-        data["divergence"] = _divergence_of_each_head(runs[0], runs[1], _heads_of_census(first))
-    axes = {each["id"]: _axis_limits_per_head(runs, each["id"], each["format"]) for each in columns}
-    data["axes"] = {
-        name: [[_round_significant_digits(low), _round_significant_digits(high)] for low, high in found]
-        for name, found in axes.items()
+
+
+def _data_of_run(
+    run: Census,
+    runs: list[Census],
+    profiles: Sequence[LayerKinds],
+    axes: Mapping[str, list[tuple[float, float]]],
+) -> dict[str, Any]:
+    """Return the data of one census for the page's script.
+
+    Args:
+        run: the census.
+        runs: all censuses of the page.
+        profiles: the result of `Census.profiles`.
+        axes: name of a statistic -> the (start, end) of the axis of each head's histogram.
+    """
+    heads, chance = _heads_of_census(runs[0]), [one.chance for one in profiles]
+    return {
+        "label": _label_of_run(run, runs),
+        "command": _viewer_command_parts(run),
+        "numbers": {name: _summaries_of_heads(run, heads, name) for name in axes},
+        "bars": {name: _histogram_bars_per_head(run, heads, name, of_heads) for name, of_heads in axes.items()},
+        "chance": {
+            name: statistic_per_head(chance, [len(one.kinds) for one in profiles], name, SIGNIFICANT_DIGITS)
+            for name in dict.fromkeys(chain(*chance))
+        },
+        "kinds": [names for one in profiles for names in one.kinds] if any(one.evidence for one in profiles) else [],
+        "found": _heads_per_kind(run),
     }
-    data["own"] = _own_statistics(first, profiles[0], columns)
-    data["findings"] = _findings(runs, dict(zip(_heads_of_census(first), data["own"], strict=True)), lang)
-    data["runs"] = [
-        {
-            "label": _label_of_run(run, runs),
-            "command": _viewer_command_parts(run),
-            "numbers": {each["id"]: _summaries_of_heads(run, _heads_of_census(first), each["id"]) for each in columns},
-            "bars": {
-                each["id"]: _histogram_bars_per_head(run, _heads_of_census(first), each["id"], axes[each["id"]])
-                for each in columns
-            },
-            "chance": _chance_levels_per_head(of_run, _heads_of_census(first)),
-            "kinds": [names for one in of_run for names in one.kinds] if any(one.evidence for one in of_run) else [],
-            "found": _heads_per_kind(run),
-        }
-        for run, of_run in zip(runs, profiles, strict=True)
-    ]
-    return data
 
 
 def _own_statistics(run: Census, profiles: Sequence[LayerKinds], columns: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -223,10 +233,6 @@ def _label_of_run(run: Census, runs: list[Census]) -> str:
     return escape_controls(texts if len({each.plan.title for each in runs}) == 1 else f"{run.plan.title} · {texts}")
 
 
-def _round_significant_digits(value: float) -> float:
-    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
-
-
 def _viewer_command_parts(run: Census) -> list[str]:
     """Return the three parts of a shell command that opens an example's text in the viewer.
 
@@ -263,7 +269,7 @@ def _summaries_of_heads(run: Census, heads: list[tuple[int, int]], name: str) ->
     found: dict[str, list[float | None]] = {}
     for of in get_args(SummaryName):
         known = {
-            (layer.number, head): _round_significant_digits(value)
+            (layer.number, head): number_or_none(value, SIGNIFICANT_DIGITS)
             for layer in run.layers
             for head, value in enumerate(layer.summary(of, [name]).get(name, ()))
             if run.numbers["count"][run.row_of_head[layer.number, name, head]]
@@ -272,26 +278,11 @@ def _summaries_of_heads(run: Census, heads: list[tuple[int, int]], name: str) ->
     return found
 
 
-def _chance_levels_per_head(
-    profiles: Sequence[LayerKinds], heads: list[tuple[int, int]]
-) -> dict[str, list[float | None]]:
-    """Return each statistic's chance level, one number per head, for the statistics that have one."""
-    levels = {one.number: one.chance for one in profiles}
-    names = dict.fromkeys(name for one in profiles for name in one.chance)
-    return {
-        name: [
-            _round_significant_digits(float(levels[layer][name][head])) if name in levels[layer] else None
-            for layer, head in heads
-        ]
-        for name in names
-    }
-
-
 def _histogram_bars_per_head(
     run: Census, heads: list[tuple[int, int]], name: str, axes: list[tuple[float, float]]
-) -> list[list[float] | None]:
+) -> list[list[float | None] | None]:
     """Return each head's histogram: the share of its queries in each of `BARS_PER_HISTOGRAM` equal bins of its axis."""
-    found: list[list[float] | None] = []
+    found: list[list[float | None] | None] = []
     for (layer, head), (low, high) in zip(heads, axes, strict=True):
         if (layer, name, head) not in run.row_of_head:
             found.append(None)
@@ -300,18 +291,16 @@ def _histogram_bars_per_head(
         bars = np.zeros(BARS_PER_HISTOGRAM)
         place = ((values - low) / (high - low) * BARS_PER_HISTOGRAM).astype(np.int64).clip(0, BARS_PER_HISTOGRAM - 1)
         np.add.at(bars, place, counts)
-        found.append([_round_significant_digits(each) for each in bars / max(1, counts.sum())])
+        found.append(numbers_or_none(bars / max(1, counts.sum()), SIGNIFICANT_DIGITS))
     return found
 
 
-def _divergence_of_each_head(
-    before: Census, after: Census, heads: list[tuple[int, int]]
-) -> dict[str, list[float | None]]:
+def _divergence_of_each_head(before: Census, after: Census) -> dict[str, list[float | None]]:
     """Return statistic -> divergence per head between two censuses, nats; "" -> the mean over the statistics."""
     found = {(each.layer, each.head): {"": each.divergence, **each.divergences} for each in before.changed(after)}
     names = dict.fromkeys(name for each in found.values() for name in each)
     return {
-        name: [_round_significant_digits(found[head][name]) if name in found.get(head, {}) else None for head in heads]
+        name: [number_or_none(found.get(head, {}).get(name), SIGNIFICANT_DIGITS) for head in _heads_of_census(before)]
         for name in names
     }
 
@@ -346,21 +335,9 @@ def _encode_example(each: Mapping[str, Any], words: dict[str, int]) -> list[Any]
     """Return an example as a list: value, "SHARD:TEXT", position, key, its token, first position, tokens, values."""
     key = words.setdefault(_readable_token(each["key_token"]), len(words))
     tokens = [words.setdefault(_readable_token(token), len(words)) for token in each["tokens"]]
-    values = [
-        _round_significant_digits(value) if value is not None and np.isfinite(value) else None
-        for value in each["values"]
-    ]
+    value, *values = (number_or_none(value, SIGNIFICANT_DIGITS) for value in (each["value"], *each["values"]))
     place = f"{each['shard']}:{each['text']}"
-    return [
-        _round_significant_digits(each["value"]),
-        place,
-        each["position"],
-        each["key"],
-        key,
-        each["start"],
-        tokens,
-        values,
-    ]
+    return [value, place, each["position"], each["key"], key, each["start"], tokens, values]
 
 
 def _readable_token(token: str) -> str:
@@ -388,20 +365,16 @@ def _labelled_facts(runs: list[Census], kept: int, lang: str) -> list[tuple[str,
 
 def _render_census(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
     """Render the page as UTF-8 bytes."""
-    words = section(lang, "common", "page", "census page")
-    html = render_page(
-        "viewer/static/census/census.html",
-        "viewer/static/census/page.js",
-        STYLES,
-        texts=words,
+    words = section(lang, "census page")
+    html = render_heads_page(
+        "census",
+        "census page",
+        lang,
         data=data,
         title=data["title"],
-        lang=lang,
-        words=words,
         lead=words["lead two" if len(runs) > 1 else "lead"],
         two=len(runs) > 1,
         kinds=any(run["kinds"] for run in data["runs"]),
         facts=_labelled_facts(runs, data["kept"], lang),
-        foot=text("census page.foot", lang, version=installed_version()),
     )
     return html.encode("utf-8", "replace")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from multihead.errors import ProbeError
 from multihead.record.analysis.visibility import query_blocks
+from multihead.viewer.tiles import visible_weights
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
@@ -65,7 +66,7 @@ def encode_all_weights(sample: SampleRecord, head: int, *, bits: int, rounding: 
     """
     codes = torch.empty(sample.num_queries, sample.num_keys, dtype=torch.int32)
     for block in query_blocks(sample.num_queries, sample.num_keys):
-        codes[block] = encode_weights(_weights_with_masked_nan(sample, head, block), bits=bits, rounding=rounding)
+        codes[block] = encode_weights(visible_weights(sample, head, queries=block), bits=bits, rounding=rounding)
     flat = codes.flatten()
     if bits == 16:
         return compress_planes(flat >> 8, flat & 255, strategy=zlib.Z_RLE)
@@ -94,7 +95,7 @@ def encode_largest_weights(
     heads = sample.num_heads if head is None else 1
     codes, steps = [], []
     for block in query_blocks(sample.num_queries, heads * sample.num_keys):
-        tile = _weights_with_masked_nan(sample, head, block).nan_to_num_(nan=-1.0).view(heads, -1, sample.num_keys)
+        tile = visible_weights(sample, head, queries=block).nan_to_num_(nan=-1.0).view(heads, -1, sample.num_keys)
         found, key = tile.topk(number, dim=-1, sorted=False)
         key = torch.where(found < 0, sample.num_keys, key)
         key, order = key.sort(dim=-1)
@@ -183,10 +184,3 @@ def compress_planes(*planes: Tensor, strategy: int = zlib.Z_DEFAULT_STRATEGY) ->
         flat = plane.to(torch.uint8).contiguous()
         parts.append(squeeze.compress(ctypes.string_at(flat.data_ptr(), flat.numel()) if flat.numel() else b""))
     return base64.b64encode(b"".join((*parts, squeeze.flush()))).decode("ascii")
-
-
-def _weights_with_masked_nan(sample: SampleRecord, head: int | None, block: slice) -> Tensor:
-    """Compute weights of some queries, NaN at masked keys: (queries, keys); (heads, queries, keys) if head is None."""
-    tile = sample.weights(head, queries=block)
-    seen = sample.visible(queries=block)
-    return torch.where(seen if seen.dim() == 2 or head is None else seen[head], tile, torch.nan)

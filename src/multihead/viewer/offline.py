@@ -9,16 +9,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from multihead.locale.texts import section, text
+from multihead.locale.texts import text
 from multihead.viewer.levels import TILE_SIDE
-from multihead.viewer.page import (
-    STYLE_SHEETS,
-    bundle_script,
-    hash_of_script,
-    json_in_script,
-    load_template,
-    read_package_file,
-)
+from multihead.viewer.page import bundle_script, hash_of_script, json_in_script, render_viewer_page, viewer_style
 
 
 class PageFullError(Exception):
@@ -85,7 +78,6 @@ def offline_page(
         place: the part of the page's address after "#", which the file opens with.
         note: a sentence at the top of the page; "" for none.
     """
-    words = section(lang, "common", "page", "viewer")
     held = {
         "plain": plain,
         "arrays": arrays.descriptions,
@@ -96,15 +88,13 @@ def offline_page(
     }
     # Two script bundles, each in a separate block: the first answers the requests of the second.
     source = "".join(f"{{\n{bundle_script(f'viewer/static/view/{name}.js')}\n}}\n" for name in ("offline", "main"))
-    html = load_template("viewer/static/view/index.html").render(
-        lang="zh-CN" if lang == "zh" else lang,
-        words=words,
-        texts=Markup(json_in_script(words)),
-        styles=[],
+    html = render_viewer_page(
+        "view",
+        lang,
         offline={
             "title": title,
             "note": note,
-            "style": Markup("\n".join(read_package_file(f"viewer/static/{name}") for name in STYLE_SHEETS)),
+            "style": Markup(viewer_style()),
             "script": Markup(source),
             "script_hash": hash_of_script(source),
             "data": Markup(json_in_script(held)),

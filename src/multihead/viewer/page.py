@@ -9,17 +9,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import posixpath
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import metadata, resources
 from typing import TYPE_CHECKING, Any
 
 from multihead.errors.optional import require
+from multihead.locale.texts import section, text
 
 if TYPE_CHECKING:
     import jinja2
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 STYLE_SHEETS = ("shared/base.css", "shared/heads.css", "view/view.css")
 """Paths of the style sheets of the viewer's page, in the order in which they apply."""
@@ -35,8 +39,22 @@ def json_in_script(data: Mapping[str, Any]) -> str:
     >>> json_in_script({"token": "</script>"})
     '{"token":"\\u003c/script\\u003e"}'
     """
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    written = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def number_or_none(value: float | None, digits: int = 17) -> float | None:
+    """Round a number for JSON to some significant digits; None where it is missing or not finite.
+
+    >>> number_or_none(0.123456, digits=4), number_or_none(float("nan"))
+    (0.1235, None)
+    """
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
+
+
+def numbers_or_none(values: Tensor | NDArray[Any], digits: int = 6) -> list[float | None]:
+    """Round the numbers of a tensor or an array for JSON, see `number_or_none`."""
+    return [number_or_none(value, digits) for value in values.tolist()]
 
 
 def hash_of_script(source: str) -> str:
@@ -152,6 +170,66 @@ def render_page(
         data=Markup(json_in_script(data)),
         **values,
     )
+
+
+def render_heads_page(folder: str, texts_section: str, lang: str, *, data: Mapping[str, Any], **values: object) -> str:
+    """Render the page of a census or of a time series as one HTML file; see `render_page`.
+
+    Args:
+        folder: the folder of the page's files in `viewer/static`: its template, its script `page.js` and its style.
+        texts_section: the section of the page's texts.
+        lang: the language of the page.
+        data: the data of the script.
+        values: the other values of the template.
+    """
+    path, words = f"viewer/static/{folder}", section(lang, "common", "page", texts_section)
+    return render_page(
+        f"{path}/{folder}.html",
+        f"{path}/page.js",
+        [*(f"viewer/static/shared/{name}.css" for name in ("base", "heads", "page")), f"{path}/{folder}.css"],
+        texts=words,
+        data=data,
+        lang=lang,
+        words=words,
+        foot=text(f"{texts_section}.foot", lang, version=installed_version()),
+        **values,
+    )
+
+
+def render_viewer_page(
+    folder: str,
+    lang: str,
+    *,
+    sections: Sequence[str] = (),
+    styles: Sequence[str] = (),
+    offline: Mapping[str, Any] | None = None,
+) -> str:
+    """Render the page of the viewer or of `multihead try` as HTML.
+
+    Args:
+        folder: the folder of the page's template in `viewer/static`: "view" or "try".
+        lang: the language of the page.
+        sections: the sections of further texts, besides those of the viewer's page.
+        styles: the paths of the style sheets that the page loads from its server.
+        offline: what a page in one file has: see `offline.offline_page`; None for a page with a server.
+    """
+    from markupsafe import Markup
+
+    words = section(lang, "common", "page", "viewer", *sections)
+    return load_template(f"viewer/static/{folder}/index.html").render(
+        folder=folder,
+        lang="zh-CN" if lang == "zh" else lang,
+        words=words,
+        texts=Markup(json_in_script(words)),
+        styles=styles,
+        offline=offline,
+    )
+
+
+@cache
+def viewer_style() -> str:
+    """Return the style of the viewer's page: its style sheets, joined."""
+    return "\n".join(read_package_file(f"viewer/static/{name}") for name in STYLE_SHEETS)
 
 
 def installed_version() -> str:

@@ -21,7 +21,8 @@ from multihead.record.texts import Text
 from multihead.viewer.columns import columns_not_recorded, describe_column, legend_of_kinds, names_of_statistics
 from multihead.viewer.facts import facts_of_record, lead_sentence, name_masks
 from multihead.viewer.levels import MAX_COARSEST_SIDE, number_of_levels
-from multihead.viewer.page import installed_version
+from multihead.viewer.page import installed_version, number_or_none, numbers_or_none
+from multihead.viewer.tiles import visible_weights
 from multihead.viewer.tokens import SPECIAL_FLAG, layout_of_tokens
 
 if TYPE_CHECKING:
@@ -222,10 +223,10 @@ def describe_sample(
         "noMaps": "" if any(layer["maps"] for layer in layers) else text("page.no maps", lang),
         "kinds": [kinds for one in profiles for kinds in one.kinds],
         "metrics": {
-            one["id"]: _statistic_per_head([profile.means for profile in profiles], heads, one["id"]) for one in columns
+            one["id"]: statistic_per_head([profile.means for profile in profiles], heads, one["id"]) for one in columns
         },
         "chance": {
-            one["id"]: _statistic_per_head([profile.chance for profile in profiles], heads, one["id"])
+            one["id"]: statistic_per_head([profile.chance for profile in profiles], heads, one["id"])
             for one in columns
             if any(one["id"] in profile.chance for profile in profiles)
         },
@@ -233,7 +234,7 @@ def describe_sample(
         "unrecorded": unrecorded,
         "findings": [asdict(one) for one in found],
         # The largest possible entropy of each head, nats; None where the class of the mask is unknown.
-        "full": _statistic_per_head([{"full": one.visibility.largest_entropy} for one in profiles], heads, "full"),
+        "full": statistic_per_head([{"full": one.visibility.largest_entropy} for one in profiles], heads, "full"),
         "legend": legend_of_kinds(record.all_kinds, profiles, lang, bound=not all(layer["rows"] for layer in layers)),
     }
 
@@ -260,7 +261,7 @@ def nearest_heads(run: RecordedRun, sample: int, layer: int, head: int, top: int
         {
             "layer": each.layer,
             "head": each.head,
-            "divergence": None if math.isnan(each.divergence) else each.divergence,
+            "divergence": number_or_none(each.divergence),
             "queries": each.queries,
         }
         for each in run.record.nearest(layer, head, top=top, sample=sample)
@@ -291,9 +292,7 @@ def heads_looking_at(
         one = layer.sample(sample)
         if described["keyText"] != 0 or described["rows"] != "all" or key >= one.num_keys:
             continue
-        keys = slice(key, key + 1)
-        seen = one.visible(keys=keys)[..., 0].expand(one.num_heads, -1)
-        weights = torch.where(seen, one.weights(keys=keys)[..., 0].double(), torch.nan)  # (heads, queries)
+        weights = visible_weights(one, keys=slice(key, key + 1))[..., 0].double()  # (heads, queries)
         for head, (share, of_head) in enumerate(
             zip(weights.nanmean(-1).tolist(), weights.nan_to_num(nan=0.0), strict=True)
         ):
@@ -307,7 +306,7 @@ def heads_looking_at(
             totals[one.query_start :] += weights.nan_to_num(nan=0.0).sum(0)
             heads += one.num_heads
     found.sort(key=lambda each: -each["share"])
-    return {"heads": found[:MAX_LOOKING_HEADS], "tokens": finite_numbers_or_none(totals / max(1, heads))}
+    return {"heads": found[:MAX_LOOKING_HEADS], "tokens": numbers_or_none(totals / max(1, heads))}
 
 
 def changed_heads(
@@ -332,7 +331,7 @@ def changed_heads(
             {
                 "layer": one.layer,
                 "head": one.head,
-                "divergence": None if math.isnan(one.divergence) else one.divergence,
+                "divergence": number_or_none(one.divergence),
                 "kinds": [one.kinds_before, one.kinds_after],
                 "change": None if (change := one.change(lang)) is None else change._asdict(),
             }
@@ -454,7 +453,7 @@ def _attention_received_per_token(
         if described["keyText"] == 0 and one.num_keys == tokens and "received" in one.statistics:
             total += one.statistics["received"].double().sum(0) / max(1, one.num_queries)
             heads += one.num_heads
-    return finite_numbers_or_none(total / heads) if heads else None
+    return numbers_or_none(total / heads) if heads else None
 
 
 def _sole_special_token(main: PageText) -> str:
@@ -464,14 +463,18 @@ def _sole_special_token(main: PageText) -> str:
     return escape_controls(found.pop()) if len(found) == 1 else ""
 
 
-def _statistic_per_head(values: Sequence[Mapping[str, Tensor]], heads: Sequence[int], name: str) -> list[float | None]:
-    """Return a statistic of every head, layer after layer; None where it is missing or not finite."""
+def statistic_per_head(
+    statistics: Sequence[Mapping[str, Tensor]], heads: Sequence[int], name: str, digits: int = 6
+) -> list[float | None]:
+    """Return a statistic of every head, layer after layer; None where it is missing or not finite.
+
+    Args:
+        statistics: per layer, name of a statistic -> (heads,).
+        heads: number of heads per layer.
+        name: name of the statistic.
+        digits: significant digits of the numbers.
+    """
     found: list[float | None] = []
-    for of_layer, number in zip(values, heads, strict=True):
-        found += finite_numbers_or_none(of_layer[name]) if name in of_layer else [None] * number
+    for of_layer, num_heads in zip(statistics, heads, strict=True):
+        found += numbers_or_none(of_layer[name], digits) if name in of_layer else [None] * num_heads
     return found
-
-
-def finite_numbers_or_none(values: Tensor, digits: int = 6) -> list[float | None]:
-    """Return the values for JSON, rounded to some significant digits; None where a value is not finite."""
-    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]

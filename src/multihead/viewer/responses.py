@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from markupsafe import Markup
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from multihead.errors import InputError
-from multihead.locale.texts import section
-from multihead.viewer.page import STYLE_SHEETS, json_in_script, load_template
+from multihead.viewer.page import STYLE_SHEETS, render_viewer_page
 from multihead.viewer.query_params import NotFoundError, NotReadyError
 from multihead.viewer.security import SECURITY_HEADERS, json_error_response
 
@@ -38,27 +36,12 @@ STATUS_CLIENT_GONE = 499
 """HTTP status of the response to a client that has disconnected, which is never read."""
 
 
-def page_response(lang: str) -> Response:
-    """Return the HTML page of the viewer in a language."""
-    return _rendered_response("view", lang, ("common", "page", "viewer"), STYLE_SHEETS)
-
-
-def try_page_response(lang: str) -> Response:
-    """Return the HTML page of `multihead try` in a language."""
-    return _rendered_response("try", lang, ("common", "page", "viewer", "try"), (*STYLE_SHEETS, "try/try.css"))
-
-
-def _rendered_response(folder: str, lang: str, sections: Sequence[str], styles: Sequence[str]) -> Response:
-    texts = section(lang, *sections)
-    html = load_template(f"viewer/static/{folder}/index.html").render(
-        folder=folder,
-        lang="zh-CN" if lang == "zh" else lang,
-        words=texts,
-        texts=Markup(json_in_script(texts)),
-        styles=styles,
-        offline=None,
-    )
-    return Response(html, media_type="text/html; charset=utf-8")
+def page_response(lang: str, folder: str = "view") -> Response:
+    """Return the HTML page of the viewer, "view", or of `multihead try`, "try", in a language."""
+    own = () if folder == "view" else (folder,)  # besides the texts and styles of the viewer
+    styles = [*STYLE_SHEETS, *(f"{each}/{each}.css" for each in own)]
+    html = render_viewer_page(folder, lang, sections=own, styles=styles)
+    return Response(html, media_type=DOWNLOAD_MEDIA_TYPES["html"])
 
 
 def file_response(folder: str, name: str) -> Response:

@@ -250,9 +250,7 @@ class Viewer(WebSite):
         queries = parse_range("queries", request.query_params.get("queries"), one.num_queries)
         keys = parse_range("keys", request.query_params.get("keys"), one.num_keys)
         downloads.check_download_size(queries, keys)
-        text = write(
-            one, head, queries=queries, keys=keys, query_tokens=one.query_text.tokens, key_tokens=one.text.tokens
-        )
+        text = write(one, head, queries=queries, keys=keys)
         return download_response(text, f"weights-{sample}-L{int(request.path_params['layer'])}H{head}", form)
 
     async def list_nearest_heads(self, request: Request) -> Response:

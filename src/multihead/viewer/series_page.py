@@ -18,13 +18,10 @@ from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language, section, text
 from multihead.probes.probe import SHARE_FORMAT
 from multihead.viewer.columns import describe_column
-from multihead.viewer.page import installed_version, render_page
+from multihead.viewer.page import numbers_or_none, render_heads_page
 
 if TYPE_CHECKING:
     from multihead.observation.time_series import TimeSeries
-
-STYLES = tuple(f"viewer/static/{name}.css" for name in ("shared/base", "shared/heads", "shared/page", "series/series"))
-"""Paths of the style sheets of the page, in the order in which they apply."""
 
 MAX_NUMBERS = 1 << 21
 """Largest number of values in a page, about 12 MB; of a longer series the page has every n-th step and the last one."""
@@ -78,17 +75,14 @@ def render_series(series: TimeSeries, lang: str) -> str:
     check_language(lang)
     if not series.steps or not series.statistics:
         raise ArgumentError("The series has no step to show.", "Run some training steps inside the watch first.")
-    words = section(lang, "common", "page", "series")
+    words = section(lang, "series")
     data, every = page_data(series, lang)
-    return render_page(
-        "viewer/static/series/series.html",
-        "viewer/static/series/page.js",
-        STYLES,
-        texts=words,
+    return render_heads_page(
+        "series",
+        "series",
+        lang,
         data=data,
         title=words["title"],
-        lang=lang,
-        words=words,
         lead=_lead_sentence(series, every, lang),
         last=len(data["steps"]) - 1,
         facts=[
@@ -96,7 +90,6 @@ def render_series(series: TimeSeries, lang: str) -> str:
             (words["fact.steps"], f"{len(series.steps):,}"),
             (words["fact.statistics"], str(len(series.statistics))),
         ],
-        foot=text("series.foot", lang, version=installed_version()),
     )
 
 
@@ -115,7 +108,9 @@ def page_data(series: TimeSeries, lang: str) -> tuple[dict[str, Any], int]:
         ],
         "columns": columns,
         "ends": {each["id"]: _ends_of_scale(values[each["id"]], each["format"]) for each in columns},
-        "values": {name: [_rounded_or_none(found[place]) for place in chosen] for name, found in values.items()},
+        "values": {
+            name: [numbers_or_none(found[place], digits=4) for place in chosen] for name, found in values.items()
+        },
     }
     return data, every
 
@@ -138,8 +133,3 @@ def _ends_of_scale(values: NDArray[np.float32], number_format: str) -> tuple[flo
     known = values[np.isfinite(values)]
     low, high = min(0.0, float(known.min(initial=0))), float(known.max(initial=0))
     return (low, high) if high > low else (low, low + 1)
-
-
-def _rounded_or_none(values: NDArray[np.float32]) -> list[float | None]:
-    """Return the values of all heads at one step, rounded to four digits; None for a value that is not finite."""
-    return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -24,7 +24,7 @@ from multihead.viewer.facts import readable_size
 from multihead.viewer.levels import TILE_SIDE, number_of_levels
 from multihead.viewer.maps import compress_planes
 from multihead.viewer.offline import PackedArrays, PageFullError, offline_page
-from multihead.viewer.page import STYLE_SHEETS, json_in_script, read_package_file
+from multihead.viewer.page import json_in_script, viewer_style
 from multihead.viewer.payload import describe_view
 from multihead.viewer.tiles import tiles_per_side, weights_of_queries
 
@@ -117,11 +117,7 @@ def shared_page(
     for run, described in enumerate(samples):
         plain[f"runs/{run}/samples/0"] = described
         plain[f"runs/{run}/samples/0/levels"] = {"state": "ready", "done": 1, "total": 1, "inMemory": False}
-    bare = (
-        len(json_in_script(plain))
-        + sum(len(read_package_file(f"viewer/static/{name}")) for name in STYLE_SHEETS)
-        + 200_000
-    )
+    bare = len(json_in_script(plain)) + len(viewer_style()) + 200_000
     arrays, room = PackedArrays(), max_bytes - bare
     for one in heads:
         _add_rows_near_query(arrays, one, view.chosen_query)

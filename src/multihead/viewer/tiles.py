@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from multihead.probes.blocks import CancelledError
 from multihead.viewer.levels import TILE_SIDE, Array, cells_per_side
@@ -86,11 +87,21 @@ def weights_of_query(sample: SampleRecord, head: int, query: int) -> Array:
 
 def weights_of_queries(sample: SampleRecord, head: int, queries: slice) -> Array:
     """Compute the weights of some queries: (queries, keys) float32, NaN = masked."""
-    weights = sample.weights(head, queries=queries)
-    shown = sample.visible(queries=queries)
-    shown = shown if shown.dim() == 2 else shown[head]
-    values: Array = torch.where(shown, weights, torch.nan).float().numpy()
+    values: Array = visible_weights(sample, head, queries=queries).float().numpy()
     return values
+
+
+def visible_weights(
+    sample: SampleRecord, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)
+) -> Tensor:
+    """Compute the weights of some queries on some keys, NaN = masked.
+
+    Returns:
+        (queries, keys), or (heads, queries, keys) if head is None; float32 (float64 for float64).
+    """
+    seen = sample.visible(queries=queries, keys=keys)
+    seen = seen if seen.dim() == 2 or head is None else seen[head]
+    return torch.where(seen, sample.weights(head, queries=queries, keys=keys), torch.nan)
 
 
 def tiles_per_side(length: int, level: int) -> int:

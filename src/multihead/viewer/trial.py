@@ -43,8 +43,8 @@ from multihead.record.texts import Text
 from multihead.tensors.undo import Undo
 from multihead.viewer.levels import Array
 from multihead.viewer.looking import ShowStep, measure_on_repeated_tokens
-from multihead.viewer.page import installed_version
-from multihead.viewer.payload import RecordedRun, describe_sample, finite_numbers_or_none
+from multihead.viewer.page import installed_version, numbers_or_none
+from multihead.viewer.payload import RecordedRun, describe_sample
 from multihead.viewer.query_params import NotFoundError
 from multihead.viewer.tiles import IsCancelled, raise_if_cancelled
 from multihead.viewer.tokens import layout_of_tokens
@@ -453,7 +453,7 @@ class _NextTokenPredictions:
         ids = torch.cat([likeliest_tokens(row, NUM_LIKELIEST_TOKENS)[0] for row in rows]).unique()
         both = torch.stack([row.double().softmax(-1)[ids] for row in rows])
         order = both.amax(0).argsort(descending=True)
-        (divergence,) = finite_numbers_or_none(kl_divergence(*rows)[None])
+        (divergence,) = numbers_or_none(kl_divergence(*rows)[None])
         return {
             "losses": losses,
             "predictions": len(pairs),
@@ -480,8 +480,8 @@ class _NextTokenPredictions:
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
         """Describe the effect on the chosen token, and on the mean loss of the text, see `TrialTask.describe_sweep`."""
         return {
-            "effects": finite_numbers_or_none(measured[:, 0]),
-            "losses": finite_numbers_or_none(measured[:, 1:].mean(1) - run.losses.mean().cpu()),
+            "effects": numbers_or_none(measured[:, 0]),
+            "losses": numbers_or_none(measured[:, 1:].mean(1) - run.losses.mean().cpu()),
         }
 
 
@@ -528,7 +528,7 @@ class _SentenceSimilarities:
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
         """Describe the largest change of a similarity, see `TrialTask.describe_sweep`."""
-        return {"effects": finite_numbers_or_none(measured[:, 0]), "losses": None}
+        return {"effects": numbers_or_none(measured[:, 0]), "losses": None}
 
 
 class _TokenWriter:
@@ -651,7 +651,7 @@ def _padded_batch(loaded: LoadedModel, rows: Sequence[EncodedText]) -> dict[str,
 
 def _losses_of_page(losses: Tensor) -> list[float | None]:
     """Return the losses of all tokens but the first, (tokens - 1,), with None for the first one."""
-    return [None, *finite_numbers_or_none(losses, digits=9)]
+    return [None, *numbers_or_none(losses, digits=9)]
 
 
 def _lines_with_text(text: str) -> list[str]:

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from multihead.locale.texts import check_language
 from multihead.viewer.query_params import parse_number
-from multihead.viewer.responses import floats_response, try_page_response
+from multihead.viewer.responses import floats_response, page_response
 from multihead.viewer.security import json_response
 from multihead.viewer.site import WebSite
 from multihead.viewer.tiles import IsCancelled, WorkerThreads
@@ -50,7 +50,7 @@ class TrialSite(WebSite):
 
     async def index(self, request: Request) -> Response:
         """Return the page."""
-        return try_page_response(self._language(request))
+        return page_response(self._language(request), "try")
 
     async def describe(self, request: Request) -> Response:
         """Describe the model, and the text to begin with."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from multihead.viewer.page import STYLE_SHEETS, bundle_script, read_package_file
+from multihead.viewer.page import bundle_script, read_package_file, viewer_style
 from multihead.viewer.responses import page_response
 
 _MAIN_MODULE = "viewer/static/view/main.js"
@@ -44,8 +44,7 @@ def javascript_module() -> str:
 @cache
 def stylesheet() -> str:
     """Return the viewer's style sheet, translated from the window to an element, and the widget's own style sheet."""
-    sheets = "\n".join(read_package_file(f"viewer/static/{name}") for name in STYLE_SHEETS)
-    return translate_to_container(sheets) + read_package_file("viewer/widget/static/widget.css")
+    return translate_to_container(viewer_style()) + read_package_file("viewer/widget/static/widget.css")
 
 
 def translate_to_container(css: str) -> str:
