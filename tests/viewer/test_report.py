@@ -310,13 +310,14 @@ def test_a_size_that_the_bare_page_exceeds_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "none"
-    sentence = f'The folder "{folder}" does not exist. Create it, or give another path.'
+    path = str(folder / "report.html")
+    sentence = f"{path!r} cannot be written: there is no folder {str(folder)!r}. Create it first."
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
         write(a_record(), folder / "report.html")
 
 
 def test_a_folder_in_the_place_of_the_page_is_refused(tmp_path: Path) -> None:
-    sentence = f'"{tmp_path}" is a folder. Give the name of a file in it.'
+    sentence = f"{str(tmp_path)!r} is a folder. Give the name of a file."
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
         write(a_record(), tmp_path)
 

@@ -60,7 +60,7 @@ def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "a
     metadata = {"format": FORMAT_NAME, "version": str(FORMAT_VERSION), "id": record.id, "record": data}
     # The widest dtypes come first, so that each tensor starts at a multiple of its item size.
     named = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))
-    header = _safetensors_header(named, metadata)
+    header = safetensors_header(named, metadata)
     if len(header) > MAX_HEADER_BYTES:
         raise InputError(
             f"The record holds {max((each.num_samples for each in record.layers), default=0):,} samples in each of "
@@ -73,7 +73,7 @@ def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "a
             opened.write(_little_endian_bytes(tensor))
 
 
-def _safetensors_header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
+def safetensors_header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
     """Return the header of a safetensors file: 8 bytes with its length, then JSON with the offsets of each tensor."""
     data: dict[str, Any] = {"__metadata__": metadata}
     place = 0

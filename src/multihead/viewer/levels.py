@@ -11,10 +11,10 @@ would write. A build that was stopped is therefore continued, and a foreign or t
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ import torch
 
 from multihead.errors import InputError
 from multihead.files import RandomAccessFile, open_atomically
+from multihead.record.saving import safetensors_header
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
@@ -95,13 +96,14 @@ class LayerMapLevels:
         self._held: dict[int, dict[str, Array]] = {}
         self._done = np.zeros(sample.num_heads, np.uint8)
         if file is not None:
-            header = _safetensors_header(self._layout, of)
-            place = len(header)
-            self._starts: dict[str, int] = {}
-            for name, (kind, shape) in self._layout.items():
-                self._starts[name] = place
-                place += _size_in_bytes(kind, shape)
-            opened = _open_levels_file(file, header, place, sample.num_heads)
+            arrays = [
+                (name, torch.empty(shape, dtype=_TORCH_DTYPES[kind], device="meta"))
+                for name, (kind, shape) in self._layout.items()
+            ]
+            header = safetensors_header(arrays, {"format": "multihead levels", "version": "1", **of})
+            *starts, size = accumulate((each.nbytes for _, each in arrays), initial=len(header))
+            self._starts = dict(zip(self._layout, starts, strict=True))
+            opened = _open_levels_file(file, header, size, sample.num_heads)
             if opened is not None:
                 self._file, self._done = opened
 
@@ -219,6 +221,7 @@ def _view_as_bytes(numbers: Array) -> memoryview:
     return numbers.reshape(-1).view(np.uint8).data
 
 
+_TORCH_DTYPES = {"<f8": torch.float64, "<f4": torch.float32, "<i4": torch.int32, "|u1": torch.uint8}
 _ARRAY_NAMES = ("sums", "counts", "first_sums", "first_counts")
 
 
@@ -237,20 +240,6 @@ def _layout_of_stored_arrays(sample: SampleRecord, levels: int) -> dict[str, tup
 
 def _size_in_bytes(kind: str, shape: tuple[int, ...]) -> int:
     return np.dtype(kind).itemsize * math.prod(shape)
-
-
-def _safetensors_header(layout: dict[str, tuple[str, tuple[int, ...]]], of: dict[str, str]) -> bytes:
-    """Write the header of a safetensors file: its length in eight bytes, then type, shape and offsets as JSON."""
-    names = {"<f8": "F64", "<f4": "F32", "<i4": "I32", "|u1": "U8"}
-    entries: dict[str, Any] = {"__metadata__": {"format": "multihead levels", "version": "1", **of}}
-    place = 0
-    for name, (kind, shape) in layout.items():
-        stop = place + _size_in_bytes(kind, shape)
-        entries[name] = {"dtype": names[kind], "shape": list(shape), "data_offsets": [place, stop]}
-        place = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _sum_to_next_level(fine: Array, coarse: Array) -> None:

@@ -340,11 +340,6 @@ def changed_heads(
     }
 
 
-def has_maps(one: SampleRecord) -> bool:
-    """Return whether the small maps of a layer are available: stored in the record, or computed from q and k."""
-    return one.keeps_weights or stored_small_maps(one) is not None
-
-
 def main_sample(record: Record, sample: int) -> SampleRecord:
     """Return the sample of the first self-attention layer that has tokens; its keys are the main text of a page."""
     ones = [layer.sample(sample) for layer in record.layers]
@@ -362,7 +357,7 @@ def cross_attention_text(record: Record, sample: int, tokens: Sequence[str]) -> 
 def _describe_layer(
     layer: LayerRecord, one: SampleRecord, profile: LayerProfile, role: str, texts: list[PageText]
 ) -> dict[str, Any]:
-    cross_attention = one.cross_attention or profile.cross_attention
+    blocks, cross_attention = blocks_of_levels(one), one.cross_attention or profile.cross_attention
     key_text = _find_or_append_text(one.text, one.num_keys, texts, named=bool(role))
     query_text = key_text
     if cross_attention:  # the queries are from another text than the keys, whose tokens may be unknown
@@ -381,8 +376,8 @@ def _describe_layer(
         "pattern": profile.visibility.pattern,
         "hides": profile.visibility.hides_keys,
         "blind": profile.visibility.blind_queries,
-        "maps": has_maps(one),
-        "blocks": blocks_of_levels(one),
+        "maps": bool(blocks),
+        "blocks": blocks,
         "rows": "all" if one.keeps_weights else "",
         "margins": [name for name in MARGIN_STATISTICS if name in one.statistics],
         "queryText": query_text,
@@ -391,10 +386,13 @@ def _describe_layer(
 
 
 def blocks_of_levels(one: SampleRecord) -> list[tuple[int, int]]:
-    """Return the rows and columns of weights per cell of each level of a map, the finest level first."""
+    """Return the rows and columns of weights per cell of each level of a map, the finest level first; [] without maps.
+
+    A map has all levels if q and k were kept, else the level that the record stores, if any.
+    """
     if one.keeps_weights:
         return [(1 << level, 1 << level) for level in range(number_of_levels(one.num_queries, one.num_keys))]
-    return [weights_per_cell(one)] if has_maps(one) else []
+    return [] if stored_small_maps(one) is None else [weights_per_cell(one)]
 
 
 def small_map_level(one: SampleRecord) -> int:

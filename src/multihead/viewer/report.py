@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multihead.errors import ArgumentError, InputError, ShapeError
-from multihead.files import check_writable, is_folder, write_atomically
+from multihead.files import check_writable, write_atomically
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language
 from multihead.locale.texts import text as locale
@@ -185,10 +185,6 @@ def _check_arguments(record: Record, path: Path, sample: int, max_bytes: int, la
     check_language(lang)
     if max_bytes <= 0:
         raise ArgumentError(f"max_bytes is {max_bytes}, and must be positive.", "Give a positive number of bytes.")
-    if not is_folder(path.parent):
-        raise InputError(f'The folder "{path.parent}" does not exist.', "Create it, or give another path.")
-    if is_folder(path):
-        raise InputError(f'"{path}" is a folder.', "Give the name of a file in it.")
     check_writable([os.fspath(path)])
     if not record.layers:
         raise InputError("The record has no layer.", "Run the model inside observe() first.")

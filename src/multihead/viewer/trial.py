@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
@@ -74,15 +74,15 @@ HeadFactors = Mapping[tuple[int, int], float]
 
 
 class TrialTask(Protocol):
-    """What a model predicts, and how its predictions are compared before and after a change of heads."""
+    """What a model predicts, and how its predictions are compared before and after a change of heads.
 
-    @property
-    def kind(self) -> str:
-        """Kind of model: "language" or "encoder"."""
+    Attributes:
+        kind: kind of model: "language" or "encoder".
+        default_text: the text that the page shows first by default.
+    """
 
-    @property
-    def default_text(self) -> str:
-        """The text that the page shows first by default."""
+    kind: str
+    default_text: str
 
     def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
         """Encode a text of the page: one `EncodedText` per row of the model's batch.
@@ -120,8 +120,8 @@ class TextRun:
         predictions_before: predictions with all heads on, as `TrialTask.predict` returned them.
         replay: the stored outputs of the blocks.
         seconds_per_change: estimated time for a change of one head in seconds, the mean over all heads.
-        newest_change: text of the newest change of heads, and the record of the blocks that ran again; None before a
-            change.
+        newest_change: the factors of the newest change of heads, and the record of the blocks that ran again; None
+            before a change.
         continuation: the tokens of the greedy continuation; None if it was not requested yet.
     """
 
@@ -133,7 +133,7 @@ class TextRun:
     predictions_before: Tensor
     replay: Replay
     seconds_per_change: float
-    newest_change: tuple[str, Record] | None = None
+    newest_change: tuple[HeadFactors, Record] | None = None
     continuation: list[str] | None = None
 
     @cached_property
@@ -209,7 +209,7 @@ class Trial:
             replay.store_block_outputs(),
         ):
             begun = perf_counter()
-            before = self._predict(batch)
+            before = self.task.predict(self.loaded.model, batch)
             seconds = perf_counter() - begun
         record.title = self.loaded.title
         for row in rows:
@@ -217,7 +217,7 @@ class Trial:
         add_repeated(record, self.repeated)
         with self._run_until_cancelled(replay, cancelled):
             begun = perf_counter()
-            if replay.check_exactness(lambda: self._predict(batch), before):
+            if replay.check_exactness(lambda: self.task.predict(self.loaded.model, batch), before):
                 # runs from the middle and from the last block take about the mean time over all heads
                 seconds = perf_counter() - begun
         run = TextRun(self.loaded, text, rows, batch, record, before, replay, seconds)
@@ -233,23 +233,19 @@ class Trial:
         kinds: dict[str, list[tuple[int, int]]] = {}
         for each in run.record.kinds():
             kinds.setdefault(each.kind, []).append((each.layer, each.head))
+        described = self.task.describe(run)
+        losses = iter(described.pop("losses"))
         tokens: list[dict[str, Any]] = []
         for sentence, row in enumerate(run.encoded_rows):
             layout = layout_of_tokens(row.tokens, special=row.special, unknown=row.unknown, gaps=row.gaps)
             for gap, shown, mark in zip(layout["gaps"], layout["shown"], row.special, strict=True):
-                tokens.append({"text": shown, "gap": gap, "special": mark, "sentence": sentence, "loss": None})
-        described: dict[str, Any] = {
-            "tokens": tokens,
-            "sentences": [],
-            "similarity": None,
-            "grid": grid,
-            "kinds": kinds,
-        }
-        described |= self.task.describe(run)
-        for token, loss in zip(tokens, described.pop("losses", []), strict=False):
-            token["loss"] = loss
+                loss = next(losses, None)
+                tokens.append({"text": shown, "gap": gap, "special": mark, "sentence": sentence, "loss": loss})
         heads = sum(layer.num_heads for layer in run.record.layers)
         return described | {
+            "tokens": tokens,
+            "grid": grid,
+            "kinds": kinds,
             "sweep_seconds": heads * run.seconds_per_change,
             "seconds": run.seconds_per_change + perf_counter() - begun,
             "replay": run.replay.is_exact,
@@ -273,17 +269,18 @@ class Trial:
         layers = run.record.layers
         if not factors:
             after, distances, first = run.predictions_before, [], None
-            run.newest_change = ("", run.record)
+            run.newest_change = (factors, run.record)
         else:
             first = min(layer for layer, _ in factors)
             block = min(run.replay.block_of(run.names[layer]) for layer, _ in factors) if run.replay.is_exact else 0
-            with ExitStack() as stack:
-                stack.enter_context(self._run_until_cancelled(run.replay, cancelled))
-                seen = stack.enter_context(observe(self.loaded.model, probes=()))
-                stack.enter_context(self._change_heads(run, factors))
-                stack.enter_context(run.replay.start_at_block(block))
-                after = self._predict(run.batch)
-            run.newest_change = (_cache_key_of_factors(factors), seen)
+            with (
+                self._run_until_cancelled(run.replay, cancelled),
+                observe(self.loaded.model, probes=()) as seen,
+                self._change_heads(run, factors),
+                run.replay.start_at_block(block),
+            ):
+                after = self.task.predict(self.loaded.model, run.batch)
+            run.newest_change = (factors, seen)
             distances = _distances_between_maps(run.record, seen, first, cancelled)
         far = [(layer, head, value) for layer, values in distances for head, value in enumerate(values)]
         whole = first is not None and not run.replay.is_exact
@@ -303,7 +300,7 @@ class Trial:
         self._check_heads(run, {(layer, head): 0.0})
         if not 0 <= row < len(run.encoded_rows):
             raise NotFoundError(f"There is no sentence {row}.", f"Give one from 0 to {len(run.encoded_rows) - 1}.")
-        if run.newest_change is None or run.newest_change[0] != _cache_key_of_factors(factors):
+        if run.newest_change is None or run.newest_change[0] != factors:
             self.change(run, factors, None, cancelled)
         assert run.newest_change is not None
         before = next(each for each in run.record.layers if each.number == layer)
@@ -325,7 +322,7 @@ class Trial:
             run.replay,
             run.batch,
             layers,
-            lambda batch, number: self.task.measure(run, self._predict(batch), number, at),
+            lambda batch, number: self.task.measure(run, self.task.predict(self.loaded.model, batch), number, at),
             most_copies=copies,
         )
         for done in range(1, len(layers) + 1):
@@ -377,17 +374,14 @@ class Trial:
         if most < 1:
             return []
         model: Any = self.loaded.model
-        with torch.no_grad(), ExitStack() as stack:
-            if factors:
-                stack.enter_context(self._change_heads(run, factors))
+        with torch.no_grad(), self._change_heads(run, factors):
             model.generate(**run.batch, do_sample=False, num_beams=1, max_new_tokens=most, streamer=streamer)
         return streamer.tokens
 
-    def _predict(self, batch: BatchInputs) -> Tensor:
-        return self.task.predict(self.loaded.model, batch)
-
     def _change_heads(self, run: TextRun, factors: HeadFactors) -> Any:
         """Return the context in which heads are changed, named by module, because a replay may leave blocks out."""
+        if not factors:
+            return nullcontext()
         return scale_heads(
             self.loaded.model, {(run.names[layer], head): factor for (layer, head), factor in factors.items()}
         )
@@ -441,7 +435,7 @@ class _NextTokenPredictions:
 
     def describe(self, run: TextRun) -> dict[str, Any]:
         """Describe the loss of each token, see `TrialTask.describe`."""
-        return {"losses": _losses_of_page(run.losses)}
+        return {"losses": _losses_of_page(run.losses), "sentences": [], "similarity": None}
 
     def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
         """Compare losses and next tokens, see `TrialTask.compare`."""
@@ -511,6 +505,7 @@ class _SentenceSimilarities:
     def describe(self, run: TextRun) -> dict[str, Any]:
         """Describe the similarities, see `TrialTask.describe`."""
         return {
+            "losses": [],
             "sentences": _lines_with_text(run.text),
             "similarity": _cosine_similarities(run.predictions_before).tolist(),
         }
@@ -633,10 +628,6 @@ def parse_factors(given: str) -> dict[tuple[int, int], float]:
 def _decode(tokenizer: Any, ids: list[int]) -> str:
     text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     return text
-
-
-def _cache_key_of_factors(factors: HeadFactors) -> str:
-    return ",".join(f"{layer}.{head}:{factor:g}" for (layer, head), factor in sorted(factors.items()))
 
 
 def _padded_batch(loaded: LoadedModel, rows: Sequence[EncodedText]) -> dict[str, Tensor]:
