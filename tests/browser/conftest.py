@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from tests.browser.shown import Shown
 
+Page = TypeVar("Page", bound="Shown")
 SILENT = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
 
 
@@ -84,22 +85,31 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
 
 
 @pytest.fixture
-def opened(browser: Browser, served: Callable[..., str]) -> Iterator[Callable[..., Shown]]:
-    """Open pages; fails at the end if one requested another address or logged an error."""
-    from tests.browser.shown import Shown
+def checked() -> Iterator[Callable[[Page], Page]]:
+    """Close pages at the end; fails if one requested another address or logged an error."""
+    shown: list[Any] = []
 
-    shown: list[Shown] = []
-
-    def open_page(*names: str, place: str = "", lang: str = "en", wait: bool = True, **options: Any) -> Shown:
-        given = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"} | options
-        page = Shown(browser.new_context(**given), served(*(names or ("causal",)), lang=lang))
+    def check_at_end(page: Page) -> Page:
         shown.append(page)
-        page.visit(place, wait=wait)
         return page
 
-    yield open_page
+    yield check_at_end
     for page in shown:
         page.close()
     for page in shown:
         assert page.elsewhere == [], f"The page requested {page.elsewhere}."
         assert page.complaints == [], f"The page logged errors: {page.complaints}."
+
+
+@pytest.fixture
+def opened(browser: Browser, served: Callable[..., str], checked: Callable[[Shown], Shown]) -> Callable[..., Shown]:
+    """Open pages of records."""
+    from tests.browser.shown import DESKTOP, Shown
+
+    def open_page(*names: str, place: str = "", lang: str = "en", wait: bool = True, **options: Any) -> Shown:
+        context = browser.new_context(**DESKTOP | options)
+        page = checked(Shown(context, served(*(names or ("causal",)), lang=lang)))
+        page.visit(place, wait=wait)
+        return page
+
+    return open_page

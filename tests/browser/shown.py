@@ -1,36 +1,39 @@
-"""A page of the viewer in a browser: what a reader would see of it, and what it did meanwhile."""
+"""A page in a browser: what a reader would see of it, and what it did meanwhile."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from axe_playwright_python.sync_playwright import Axe
 
 if TYPE_CHECKING:
-    from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Page, Route
+    from playwright.sync_api import BrowserContext, ConsoleMessage, Dialog, Error, Locator, Page, Route
 
+DESKTOP = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"}
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True, "device_scale_factor": 2}
 RAMP = ["#FBFAF7", "#BFDFF1", "#86C2E6", "#54A3DA", "#387FCA", "#325AB4", "#32388E", "#281E5E", "#150D2C"]
 
 
 class Shown:
-    """One page.
+    """One page, which may request what begins with its address.
 
     Attributes:
-        elsewhere: requested addresses outside of the viewer.
-        complaints: errors and warnings of the console, and errors that nobody caught.
+        elsewhere: other addresses that it requested.
+        complaints: errors and warnings of the console, errors that nobody caught, and dialogs.
     """
 
     def __init__(self, context: BrowserContext, address: str) -> None:
         self.context, self.address = context, address
         self.elsewhere: list[str] = []
         self.complaints: list[str] = []
-        context.route(re.compile(f"^(?!{re.escape(address)}|data:|about:)"), self._refuse)
+        context.route(re.compile(f"^(?!{re.escape(address)}|data:|blob:|about:)"), self._refuse)
         self.page = context.new_page()
         self.page.set_default_timeout(15_000)
         self.page.on("console", self._heard)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.complaints.append(dialog.message) or dialog.dismiss())
+        self.page.on("pageerror", self._failed)
+        self.page.on("dialog", self._asked)
 
     def _refuse(self, route: Route) -> None:
         self.elsewhere.append(route.request.url)
@@ -39,6 +42,13 @@ class Shown:
     def _heard(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self.complaints.append(message.text)
+
+    def _failed(self, error: Error) -> None:
+        self.complaints.append(str(error))
+
+    def _asked(self, dialog: Dialog) -> None:
+        self.complaints.append(dialog.message)
+        dialog.dismiss()
 
     def visit(self, place: str = "", *, wait: bool = True) -> None:
         """Open an address of the viewer, afresh."""
@@ -107,6 +117,10 @@ class Shown:
         x, y = self.cell(query, key)
         return {tuple(each) for each in self.page.evaluate(COLOURS, [round(x), round(y), size])}
 
+    def inspected_colour(self, row: int, column: int, cells: int) -> tuple[int, ...]:
+        """The colour of a cell of the inspector's map, which has `cells` cells per side."""
+        return tuple(self.page.evaluate(INSPECTED, [row, column, cells]))
+
     @property
     def wide(self) -> int:
         """How wide the page is, whatever the window shows of it."""
@@ -142,14 +156,21 @@ COLOURS = """([x, y, size]) => {
 }"""
 
 
-def ink(tone: float) -> tuple[int, int, int]:
-    """The colour of the ramp at a tone from 0 to 1."""
-    place = max(0.0, min(1.0, tone)) * (len(RAMP) - 1)
-    first = min(int(place), len(RAMP) - 2)
-    share = place - first
-    stops = [[int(stop[at : at + 2], 16) for at in (1, 3, 5)] for stop in RAMP]
-    low, high = stops[first], stops[first + 1]
-    return tuple(round(a + (b - a) * share) for a, b in zip(low, high, strict=True))
+INSPECTED = """([row, column, cells]) => {
+  const canvas = document.querySelector('#insp canvas'), side = canvas.width / cells;
+  const copy = Object.assign(document.createElement('canvas'), { width: canvas.width, height: canvas.height });
+  const pen = copy.getContext('2d', { willReadFrequently: true });
+  pen.drawImage(canvas, 0, 0);
+  return [...pen.getImageData(Math.floor((column + .5) * side), Math.floor((row + .5) * side), 1, 1).data.slice(0, 3)];
+}"""
+
+
+def ink(tone: float, ramp: Sequence[str] = RAMP) -> tuple[int, ...]:
+    """The colour of a ramp at a tone from 0 to 1."""
+    place = max(0.0, min(1.0, tone)) * (len(ramp) - 1)
+    first = min(int(place), len(ramp) - 2)
+    low, high = ([int(stop[at : at + 2], 16) for at in (1, 3, 5)] for stop in ramp[first : first + 2])
+    return tuple(round(a + (b - a) * (place - first)) for a, b in zip(low, high, strict=True))
 
 
 def percent(text: str) -> float:

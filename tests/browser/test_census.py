@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import multihead as mh
+from tests.browser.shown import Shown
 from tests.counting.tiny import bert, jsonl, random_texts, saved_bert, tokenizer
 
 if TYPE_CHECKING:
@@ -41,29 +42,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def shown(browser: Browser, pages: dict[str, Path]) -> Iterator[Callable[..., Page]]:
-    """Open a page; fails at the end if it logged an error, requested anything, opened a dialog or is too wide."""
-    complaints: list[str] = []
-    contexts = []
+def shown(browser: Browser, pages: dict[str, Path], checked: Callable[[Shown], Shown]) -> Callable[..., Page]:
+    """Open a page, which may not be wider than the window."""
 
     def open_page(name: str, place: str = "", width: int = 1440) -> Page:
         context = browser.new_context(viewport={"width": width, "height": 900})
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-        page.on("dialog", lambda dialog: complaints.append(dialog.message))
-        address = pages[name].as_uri()
-        page.on("request", lambda request: complaints.append(request.url) if address not in request.url else None)
-        page.goto(address + place)
-        page.wait_for_selector("#rows tr", state="attached")
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        return page
+        opened = checked(Shown(context, pages[name].as_uri()))
+        opened.visit(place, wait=False)
+        opened.page.wait_for_selector("#rows tr", state="attached")
+        assert opened.wide <= width
+        return opened.page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
+    return open_page
 
 
 @pytest.mark.parametrize("width", [1440, 390])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multihead.observation.record import Record
 from tests.browser.records import causal, other_run
-from tests.browser.shown import Shown, percent
+from tests.browser.shown import Shown, ink, percent
 
 Opened = Callable[..., Shown]
 APART = ["#7F3203", "#C7692C", "#EEB88C", "#FBFAF7", "#98CCEB", "#458ACE", "#2D4498"]
@@ -24,13 +24,6 @@ def part(record: Record, layer: int, head: int) -> Tensor:
     one = record.layers[layer].sample(0)
     weights = one.weights(head, queries=span, keys=span).double()
     return weights.masked_fill(~one.visible(queries=span, keys=span), math.nan)
-
-
-def apart(share: float) -> tuple[int, ...]:
-    place = (0.5 + share / 2) * (len(APART) - 1)
-    first = min(int(place), len(APART) - 2)
-    low, high = ([int(stop[at : at + 2], 16) for at in (1, 3, 5)] for stop in APART[first : first + 2])
-    return tuple(round(a + (b - a) * (place - first)) for a, b in zip(low, high, strict=True))
 
 
 def check(shown: Shown, a: Tensor, b: Tensor) -> None:
@@ -52,7 +45,11 @@ def check(shown: Shown, a: Tensor, b: Tensor) -> None:
     for query, key in ((330, 305), (338, 338), (312, 311)):
         value = float(difference[query - START, key - START])
         found = shown.colour(query + 0.5, key + 0.5, "d")
-        assert all(abs(x - y) <= 3 for x, y in zip(found, apart(value / top), strict=False)), (query, key, value)
+        assert all(abs(x - y) <= 3 for x, y in zip(found, ink(0.5 + value / top / 2, APART), strict=False)), (
+            query,
+            key,
+            value,
+        )
 
 
 def test_two_heads_are_shown_side_by_side_with_their_difference(opened: Opened) -> None:

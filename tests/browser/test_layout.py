@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import pytest
 from multihead.viewer import write_report
 from multihead_lab.page import write_page
 from tests.browser.records import HOSTILE, causal, deep, hostile, repeated, words
-from tests.browser.shown import SETTLED, Shown, serious
+from tests.browser.shown import DESKTOP, SETTLED, Shown, serious
 from tests.lab.few import few_answers
 
 if TYPE_CHECKING:
@@ -35,19 +35,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """Open a window for files; fails at the end if a page requested anything else or complained."""
-    context = browser.new_context(viewport={"width": 1440, "height": 900}, bypass_csp=True)
-    page = context.new_page()
-    requests: list[str] = []
-    complaints: list[str] = []
-    page.on("request", lambda request: requests.append(request.url))
-    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    yield page
-    context.close()
-    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
-    assert complaints == []
+def page(browser: Browser, checked: Callable[[Shown], Shown]) -> Page:
+    """Open a window for files."""
+    return checked(Shown(browser.new_context(**DESKTOP, bypass_csp=True), "file:")).page
 
 
 # The lab's page has no table of heads, and is drawn when it is loaded.

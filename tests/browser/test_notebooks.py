@@ -14,16 +14,16 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import nbformat
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 
 from tests.browser.records import IMAGE, causal, hostile
+from tests.browser.shown import Shown, serious
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Error, Locator, Page, Route
+    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Error, Locator
 
 ROOT = Path(__file__).resolve().parents[2]
 CELLS = [
@@ -143,26 +143,12 @@ def jupyter(folder: Path) -> Iterator[str]:
         yield address
 
 
-class Cells:
-    """A notebook in a browser.
-
-    Attributes:
-        elsewhere: requested addresses outside of the server.
-        complaints: errors of the widget's script.
-    """
+class Cells(Shown):
+    """A notebook in a browser; its complaints are errors of the widget's script."""
 
     def __init__(self, context: BrowserContext, address: str) -> None:
-        self.elsewhere: list[str] = []
-        self.complaints: list[str] = []
-        context.route(re.compile(f"^(?!{re.escape(address)}|data:|blob:|about:)"), self._refuse)
-        self.page: Page = context.new_page()
+        super().__init__(context, address)
         self.page.set_default_timeout(60_000)
-        self.page.on("console", self._heard)
-        self.page.on("pageerror", self._failed)
-
-    def _refuse(self, route: Route) -> None:
-        self.elsewhere.append(route.request.url)
-        route.abort()
 
     def _heard(self, message: ConsoleMessage) -> None:
         if message.type == "error" and WIDGET.search(message.location["url"]):
@@ -171,6 +157,9 @@ class Cells:
     def _failed(self, error: Error) -> None:
         if WIDGET.search(error.stack or ""):
             self.complaints.append(f"{error}\n{error.stack}")
+
+    def _asked(self, dialog: Dialog) -> None:
+        dialog.accept()  # the notebook may be left without saving it
 
     def run_all(self) -> None:
         """Run all cells, and wait for their end."""
@@ -209,25 +198,16 @@ class Cells:
 
 
 @pytest.fixture
-def opened(browser: Browser) -> Iterator[Callable[..., Cells]]:
-    """Open pages; fails at the end if one requested another address or the widget logged an error."""
-    shown: list[tuple[Cells, BrowserContext]] = []
+def opened(browser: Browser, checked: Callable[[Cells], Cells]) -> Callable[..., Cells]:
+    """Open notebooks."""
 
-    def open_page(address: str, path: str, **options: Any) -> Cells:
-        context = browser.new_context(
-            viewport={"width": 1440, "height": 2600},  # notebooks draw only cells in view
-            **options,
-        )
-        cells = Cells(context, address)
-        shown.append((cells, context))
-        cells.page.goto(address + path)
+    def open_page(address: str, path: str) -> Cells:
+        context = browser.new_context(viewport={"width": 1440, "height": 2600})  # notebooks draw only cells in view
+        cells = checked(Cells(context, address))
+        cells.visit(path, wait=False)
         return cells
 
-    yield open_page
-    for cells, context in shown:
-        context.close()
-        assert cells.elsewhere == [], f"The page requested {cells.elsewhere}."
-        assert cells.complaints == [], f"The widget logged errors: {cells.complaints}."
+    return open_page
 
 
 @pytest.mark.parametrize(
@@ -247,7 +227,7 @@ def test_the_widget_shows_the_viewer_and_both_sides_select(
     assert "queries=slice(100, 200, None), keys=slice(100, 200, None), query=150" in cells.printed()
     assert [each.is_visible() for each in cells.static().all()] == [False] * 3
 
-    assert serious(cells.page) == []
+    assert serious(cells.page, ".multihead-view") == []
 
     # The wheel zooms once the map has the focus; the ruler, the level and Python's selection follow.
     cells.widget().locator("#map").scroll_into_view_if_needed()
@@ -302,17 +282,6 @@ def test_the_widget_shows_the_viewer_and_both_sides_select(
     assert cells.static().nth(0).locator("table tr").count() == 1 + 12 + 1  # the chance of each share comes last
     assert not cells.page.get_by_text("Error displaying widget").first.is_visible()
     assert cells.page.evaluate("window.broken") is None
-
-
-def serious(page: Page) -> list[str]:
-    """Return what keeps readers with a screen reader or a keyboard from the first widget, by the rules of axe."""
-    found = Axe().run(page, context=".multihead-view").response["violations"]
-    return [
-        f"{one['id']}: {each['html'][:120]}"
-        for one in found
-        if one["impact"] in ("serious", "critical")
-        for each in one["nodes"]
-    ]
 
 
 def wait_for_saved(path: Path) -> list[str]:

@@ -229,17 +229,6 @@ def test_a_word_that_cannot_match_is_explained(opened: Opened, words: str, why: 
     assert len(heads(shown)) == HEADS
 
 
-# The canvas is copied before it is read: browsers warn of a canvas that is read again and again.
-PIXELS = """places => {
-  const canvas = document.querySelector('#insp canvas'), side = canvas.width / 150;
-  const copy = Object.assign(document.createElement('canvas'), { width: canvas.width, height: canvas.height });
-  const pen = copy.getContext('2d', { willReadFrequently: true });
-  pen.drawImage(canvas, 0, 0);
-  const at = place => Math.floor((place + .5) * side);
-  return places.map(([row, column]) => [...pen.getImageData(at(column), at(row), 1, 1).data.slice(0, 3)]);
-}"""
-
-
 def test_the_inspector_shows_single_weights_where_they_fit(opened: Opened) -> None:
     shown, weights = opened("medium"), medium().layers[0].weights(1)
     shown.at("#grid [data-i='1']").hover()
@@ -247,8 +236,8 @@ def test_the_inspector_shows_single_weights_where_they_fit(opened: Opened) -> No
     assert shown.text("#insp .note") == "Each cell is one weight. The scale ends at 100 %."
     largest = int(weights.max(1).values.argmax())
     places = [(largest, int(weights[largest].argmax())), (100, 20), (149, 3)]
-    for place, colour in zip(places, shown.page.evaluate(PIXELS, places), strict=True):
-        assert colour == pytest.approx(ink(math.sqrt(float(weights[place]))), abs=4)
+    for place in places:
+        assert shown.inspected_colour(*place, 150) == pytest.approx(ink(math.sqrt(float(weights[place]))), abs=4)
 
 
 def test_the_scale_of_means_ends_at_the_largest_of_them_and_the_legend_says_so(opened: Opened) -> None:

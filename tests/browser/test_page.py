@@ -11,7 +11,7 @@ import pytest
 
 from multihead.viewer.payload import RecordedRun
 from tests.browser.records import HEADS, HOSTILE, IMAGE, LAYERS, LENGTH, causal
-from tests.browser.shown import Shown
+from tests.browser.shown import PHONE, Shown
 from tests.viewer.serving import TOKEN, serving
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ NAMELESS = """all => all.filter(one => one.offsetParent)
   .filter(one => !(one.ariaLabel || one.textContent.trim() || one.labels?.length)).map(one => one.outerHTML)"""
 TAPPED = ".bar button, .bar select, .bar .btn, .foot button, #kwic button"
 NAMED = "a:not([aria-hidden]), button, select, input, canvas:not([aria-hidden])"
-PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True, "device_scale_factor": 3}
 
 
 def blocks(levels: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ import multihead as mh
 from multihead import masks
 from multihead.observation.record import Record
 from multihead.parallel import context_parallel, shard
-from tests.browser.shown import Shown
+from tests.browser.shown import DESKTOP, Shown
 from tests.cli.test_view import Started
 from tests.parallel.processes import Processes
 
@@ -65,8 +65,7 @@ def pages(browser: Browser, four: Processes, tmp_path_factory: pytest.TempPathFa
         for name in ("run.*.safetensors", "whole.safetensors"):
             command = Started(str(folder / name), "--no-browser")
             commands.callback(command.end)
-            context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="light")
-            found.append(Shown(context, f"http://127.0.0.1:{command.port}{command.path}"))
+            found.append(Shown(browser.new_context(**DESKTOP), f"http://127.0.0.1:{command.port}{command.path}"))
         yield found
         for page in found:
             page.close()

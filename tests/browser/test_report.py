@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 from multihead.errors import ArgumentError
 from multihead.viewer import write_report
 from tests.browser.records import causal, encoder_decoder, of_a_script, painted, repeated, words
-from tests.browser.shown import Shown, ink, percent
+from tests.browser.shown import DESKTOP, Shown, ink, percent
 from tests.dense_record import random_weights, record_of
 
 if TYPE_CHECKING:
@@ -28,22 +28,16 @@ def a_record(**given: Any) -> Any:
 
 
 @pytest.fixture
-def written(browser: Browser, tmp_path: Path) -> Iterator[Written]:
-    """Write a record as a page and open it; fails at the end if it logged an error or requested anything."""
-    pages: list[Shown] = []
+def written(browser: Browser, tmp_path: Path, checked: Callable[[Shown], Shown]) -> Written:
+    """Write a record as a page and open it."""
 
     def open_page(record: Any, place: str = "", **given: Any) -> Shown:
-        path = tmp_path / f"page-{len(pages)}.html"
-        write_report(record, path, **{"title": "a model"} | given)
-        context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="light")
-        pages.append(Shown(context, path.as_uri()))
-        pages[-1].visit(place)
-        return pages[-1]
+        write_report(record, tmp_path / "page.html", **{"title": "a model"} | given)
+        page = checked(Shown(browser.new_context(**DESKTOP), (tmp_path / "page.html").as_uri()))
+        page.visit(place)
+        return page
 
-    yield open_page
-    for page in pages:
-        page.close()
-        assert page.elsewhere == page.complaints == []
+    return open_page
 
 
 def numbered(record: Any, *numbers: int) -> Any:
@@ -82,16 +76,6 @@ def test_a_probe_of_a_script_has_its_label_its_unit_and_its_number_format(writte
     assert shown.texts("#rows td .v") == [record.statistic(name).number(value) for name, value in means.items()]
 
 
-# The canvas is copied before it is read: browsers warn of a canvas that is read again and again.
-CELL = """([row, column, cells]) => {
-  const canvas = document.querySelector('#insp canvas'), side = canvas.width / cells;
-  const copy = Object.assign(document.createElement('canvas'), { width: canvas.width, height: canvas.height });
-  const pen = copy.getContext('2d', { willReadFrequently: true });
-  pen.drawImage(canvas, 0, 0);
-  return [...pen.getImageData(Math.floor((column + .5) * side), Math.floor((row + .5) * side), 1, 1).data.slice(0, 3)];
-}"""
-
-
 def looking_back(length: int) -> Any:
     """One head with all weight on the previous token, and one that spreads evenly."""
     back = torch.eye(length).roll(-1, 1)
@@ -104,8 +88,8 @@ def test_the_inspector_shows_single_weights_where_they_fit(written: Written) -> 
     shown.at("#grid [data-i='0']").hover()
     shown.page.wait_for_selector("#insp .note:has-text('one weight')")
     assert shown.text("#insp .note") == "Each cell is one weight. The scale ends at 100 %."
-    assert shown.page.evaluate(CELL, [50, 49, 130]) == pytest.approx(ink(1), abs=4)
-    assert shown.page.evaluate(CELL, [50, 53, 130]) == pytest.approx(ink(0), abs=4)
+    assert shown.inspected_colour(50, 49, 130) == pytest.approx(ink(1), abs=4)
+    assert shown.inspected_colour(50, 53, 130) == pytest.approx(ink(0), abs=4)
 
 
 def test_a_long_texts_maps_use_the_whole_scale_and_say_what_a_cell_is(written: Written) -> None:
@@ -114,7 +98,7 @@ def test_a_long_texts_maps_use_the_whole_scale_and_say_what_a_cell_is(written: W
     shown.page.wait_for_selector("#insp .note")
     # A block of 22 x 22 on the diagonal holds 21 weights of 1, the first one 22.
     assert shown.text("#insp .note") == "Each cell is the mean of 22 × 22 weights. The scale ends at 5 %."
-    assert shown.page.evaluate(CELL, [30, 30, 64]) == pytest.approx(ink((21 / 22**2 / 0.05) ** 0.5), abs=4)
+    assert shown.inspected_colour(30, 30, 64) == pytest.approx(ink((21 / 22**2 / 0.05) ** 0.5), abs=4)
     assert shown.texts("#scale .ticks span") == ["0", "0.05 %", "0.5 %", "1.25 %", "2.5 %", "5 %"]
     note = "Each cell is the mean of 22 × 22 weights. The scale ends at the largest mean shown, rounded up."
     assert note in shown.text("#scale .note")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from multihead.observation.time_series import TimeSeries
+from tests.browser.shown import Shown
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -17,14 +18,12 @@ HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
 @pytest.fixture
-def shown(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """Open the page of a series; fails at the end if it logged an error, requested anything, or is too wide."""
+def shown(browser: Browser, tmp_path: Path, checked: Callable[[Shown], Shown]) -> Callable[..., Page]:
+    """Open the page of a series, which may not be wider than the window."""
     series = TimeSeries()
     for step in (0, 1000, 2000):
         series.append(step, HOSTILE, 0, {"previous_mass": [step / 2000, 0.5, 0.25], "entropy": [3.0, 2.0, 1.0]})
         series.append(step, "b", 1, {"entropy": [2.5, 0.5, step / 1000]})
-    complaints: list[str] = []
-    contexts = []
 
     def open_page(*, lang: str = "en", width: int = 1440, framed: bool = False) -> Page:
         path = tmp_path / "page.html"
@@ -33,24 +32,14 @@ def shown(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
         else:
             series.report(path, lang=lang)
         context = browser.new_context(viewport={"width": width, "height": 900})
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-        page.on("dialog", lambda dialog: complaints.append(dialog.message))
-        address = path.as_uri()
-        known = (address, "about:srcdoc")
-        page.on("request", lambda request: complaints.append(request.url) if request.url not in known else None)
-        page.goto(address)
+        opened = checked(Shown(context, path.as_uri()))
+        opened.visit(wait=False)
         if not framed:
-            page.wait_for_selector("#grid button")
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        return page
+            opened.page.wait_for_selector("#grid button")
+            assert opened.wide <= width
+        return opened.page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
+    return open_page
 
 
 @pytest.mark.parametrize("width", [1440, 390])

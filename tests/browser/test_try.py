@@ -23,7 +23,7 @@ from multihead.models.use import use
 from multihead.record.repeated import RepeatedTokens
 from multihead.viewer import trial
 from multihead.viewer.trial_routes import TrialSite
-from tests.browser.shown import Shown, percent, serious
+from tests.browser.shown import DESKTOP, PHONE, Shown, percent, serious
 from tests.viewer.serving import TOKEN, serving_site
 from tests.word_models import save_word_models
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Route
 
-PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True, "device_scale_factor": 2}
 IMAGE = "<img src=x onerror='window.broken=1'>"
 READY = "() => document.documentElement.dataset.busy === 'false'"
 MODELS = {"language": "llama", "encoder": "bert"}
@@ -73,6 +72,10 @@ class TrialPage(Shown):
     def __init__(self, context: Any, address: str, kind: str, server: SlowTrial) -> None:
         super().__init__(context, address)
         self.given, self.server = TEXTS[kind], server
+
+    def close(self) -> None:
+        super().close()
+        self.server.delay = 0.0
 
     def settle(self) -> None:
         """Wait until every answer that the page asked for has arrived."""
@@ -136,24 +139,18 @@ def servers(folder: Path) -> Iterator[Callable[[str], tuple[str, SlowTrial]]]:
 
 
 @pytest.fixture
-def opened(browser: Browser, servers: Callable[[str], tuple[str, SlowTrial]]) -> Iterator[Opened]:
-    """Open pages; fails at the end if one requested another address or logged an error."""
-    shown: list[TrialPage] = []
+def opened(
+    browser: Browser, servers: Callable[[str], tuple[str, SlowTrial]], checked: Callable[[TrialPage], TrialPage]
+) -> Opened:
+    """Open pages of models."""
 
     def open_page(kind: str = "language", place: str = "", **options: Any) -> TrialPage:
-        given = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"} | options
-        page = TrialPage(browser.new_context(**given), servers(kind)[0], kind, servers(kind)[1])
-        shown.append(page)
+        address, server = servers(kind)
+        page = checked(TrialPage(browser.new_context(**DESKTOP | options), address, kind, server))
         page.visit(place)
         return page
 
-    yield open_page
-    for page in shown:
-        page.close()
-        page.server.delay = 0.0
-    for page in shown:
-        assert page.elsewhere == [], f"The page requested {page.elsewhere}."
-        assert page.complaints == [], f"The page logged errors: {page.complaints}."
+    return open_page
 
 
 def shares(shown: TrialPage, column: int) -> list[float]:
