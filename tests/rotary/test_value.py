@@ -174,7 +174,7 @@ GIVE = "Give the position of the first token as an integer, or an integer tensor
             0,
             ShapeError,
             (
-                "x has a head_dim of 7, and columns are rotated in pairs. "
+                "x has a head_dim of 7, and Rotary rotates columns in pairs. "
                 "Give an even head_dim, or rotate some of the columns: Rotary(dim=6)."
             ),
         ),

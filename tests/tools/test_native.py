@@ -54,7 +54,7 @@ def test_a_shared_inline_function_is_found_and_one_of_its_own_file_is_not(tmp_pa
 @pytest.mark.parametrize("wanted", ["all", "scalar", ""])
 def test_a_build_has_all_sets_the_named_ones_or_those_that_this_cpu_needs(tmp_path: Path, wanted: str) -> None:
     sets = [each for each in library.instruction_sets() if not each.for_tests]
-    fastest = library._library().instruction_sets[library._library().index_of_fastest_set].name
+    fastest = library._library().fastest_set.name
     command = ["cmake", "-S", str(native.ROOT), "-B", str(tmp_path)]
     environment = {**os.environ, "PATH": TOOLS, "MULTIHEAD_SETS": wanted}
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout

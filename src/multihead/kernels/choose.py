@@ -100,9 +100,8 @@ def plan_call(request: AttentionRequest, *, kernel: str | None = None) -> CallPl
     bounds = bounds_of(request)
     name = choose_kernel(request, bounds, kernel=kernel).name
     made = CallPlan(bounds, KERNELS[name])
-    if (
-        key is not None and name != "reference"
-    ):  # the reference kernel is not cached, because each of its calls must check `strict()`
+    # The reference kernel is not cached, because each of its calls must check `strict()`.
+    if key is not None and name != "reference":
         PLAN_CACHE.add(key, made, bounds)
     return made
 
@@ -120,8 +119,8 @@ def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
     if (
         is_intercepted()
         or request.shape.device.type not in ("cpu", "cuda")
-        or request.shape.query_length
-        == 1  # a decoding step: the number of keys is new in each call, so a cached plan would not be reused
+        # The number of keys is new in each decoding step, so a cached plan would not be used again.
+        or request.shape.query_length == 1
         or request.bias is not None
         or request.sinks is not None
         or request.scales is not None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
+from multihead.kernels.fused import cpu_attention, cpu_attention_backward
 from multihead.kernels.native import (
     library,
     operator,  # noqa: F401 - importing it registers the operators
@@ -50,9 +51,7 @@ if library.reason_of_absence() is None:  # without the library the operators do 
 
 
 # PyTorch has formulas for its fused kernels of other devices, but not for the CPU kernel that "sdpa" calls.
-_fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - its only name
-_fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
-for _operator, _formula in ((_fused_attention, sdpa_flop), (_fused_attention_backward, sdpa_backward_flop)):
+for _operator, _formula in ((cpu_attention, sdpa_flop), (cpu_attention_backward, sdpa_backward_flop)):
     flop_registry.setdefault(_operator, _formula)
 
 

@@ -20,8 +20,8 @@ MAX_HEAD_DIM = 256  # largest head_dim that the fused kernels on CUDA support
 CUDNN_CHOICE = 3  # the result of `torch._fused_sdp_choice` if PyTorch would choose cuDNN
 LOGSUMEXP_MULTIPLE = 32  # the memory-efficient kernel pads the logsumexp to a multiple of this number of queries
 # PyTorch has no public functions that return and take the logsumexp, or return which kernel it would choose.
-_cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
-_cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
 _flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward  # noqa: SLF001
 _cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention  # noqa: SLF001
@@ -60,10 +60,9 @@ def with_supported_layout(tensor: Tensor) -> Tensor:
     tensor = tensor.resolve_neg()
     strides = tensor.stride()
     if strides[-1] == 1 and 0 not in strides:
-        numbers = (
-            tensor.storage_offset() | strides[0] | strides[1] | strides[2]
-        )  # a multiple of 2^n if offset and strides are
-        if not tensor.is_cuda or numbers * tensor.itemsize % 16 == 0:
+        # Joined by "or", these numbers are a multiple of a power of two if each of them is.
+        joined = tensor.storage_offset() | strides[0] | strides[1] | strides[2]
+        if not tensor.is_cuda or joined * tensor.itemsize % 16 == 0:
             return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -73,7 +72,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return output (batch, heads, queries, dim) and logsumexp (batch, heads, queries); `mask` is None on CUDA."""
     if not q.is_cuda:
-        found = _cpu_attention(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        found = cpu_attention(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     elif q.dtype == torch.float32:
         output, logsumexp, *_ = _efficient_attention(
             q, k, v, None, compute_log_sumexp=True, is_causal=causal, scale=scale
@@ -104,7 +103,7 @@ def backward(
     if not q.is_cuda:
         return cast(
             "tuple[Tensor, Tensor, Tensor]",
-            _cpu_attention_backward(*given, logsumexp, 0.0, causal, attn_mask=mask, scale=scale),
+            cpu_attention_backward(*given, logsumexp, 0.0, causal, attn_mask=mask, scale=scale),
         )
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of the dropout, unused here
     queries, keys = q.shape[2], k.shape[2]

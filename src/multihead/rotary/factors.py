@@ -64,9 +64,8 @@ def rotate_columns(x: Tensor, factors: RotationFactors | Tensor, *, interleaved:
         partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
         first, second = x.chunk(2, -1)
-        partner = torch.cat(
-            (second, first), -1
-        )  # not torch.roll, which branches on the number of tokens, and that may be symbolic
+        # Not torch.roll, which branches on the number of tokens: in a graph it may be symbolic.
+        partner = torch.cat((second, first), -1)
     return torch.addcmul(partner * factors.sine, x, factors.cosine)
 
 
@@ -134,9 +133,8 @@ class RotationTables:
         self._dtype, self._device, self._lock = dtype, device, Lock()
         self.frequencies = self._to_tensor(self._frequencies, angle_dtype(device))  # (pairs,)
         self._cached_range: _PositionRange | None = None
-        self._last_range: _PositionRange | None = (
-            None  # the last requested range: in decoding all layers request the same positions
-        )
+        # The last requested range: in decoding all layers request the same positions.
+        self._last_range: _PositionRange | None = None
 
     def factors_between(self, low: int, high: int) -> RotationFactors | Tensor:
         """Return the factors of the positions low <= p < high: (length, 1, features or pairs)."""
@@ -158,9 +156,8 @@ class RotationTables:
         low, high = (int(end) for end in positions.aminmax())
         if low < 0 or high >= MAX_POSITIONS:
             return None
-        if (
-            _MIN_CACHED_POSITIONS <= 2 * positions.numel() <= high + 1
-        ):  # positions of one rank of a split sequence: the table would cover the whole sequence
+        # For positions of one rank of a split sequence the table would cover the whole sequence.
+        if _MIN_CACHED_POSITIONS <= 2 * positions.numel() <= high + 1:
             return self._compute_factors(positions.numpy())
         cached = self._range_containing(0, high + 1)
         return _select_factors(cached.factors, positions.long() - cached.low)
@@ -183,9 +180,7 @@ class RotationTables:
         angles = positions[..., None, None] * self._frequencies  # (..., length, 1, pairs)
         cosine, sine = np.cos(angles) * self._gain, np.sin(angles) * self._gain
         if self._interleaved:
-            return self._to_tensor(
-                (cosine + 1j * sine), torch.complex64 if self._dtype == torch.float32 else torch.complex128
-            )
+            return self._to_tensor(cosine + 1j * sine, self._dtype.to_complex())
         cosine, sine = np.concatenate([cosine, cosine], -1), np.concatenate([-sine, sine], -1)
         return RotationFactors(
             self._to_tensor(cosine, self._dtype), self._to_tensor(sine, self._dtype), from_table=True
@@ -198,8 +193,6 @@ class RotationTables:
 
 
 def _select_factors(factors: RotationFactors | Tensor, index: slice | Tensor) -> RotationFactors | Tensor:
-    return (
-        factors[index]
-        if isinstance(factors, Tensor)
-        else RotationFactors(factors.cosine[index], factors.sine[index], from_table=True)
-    )
+    if isinstance(factors, Tensor):
+        return factors[index]
+    return RotationFactors(factors.cosine[index], factors.sine[index], from_table=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
@@ -40,14 +41,10 @@ class Linear:
     """
 
     factor: float
+    gain: ClassVar[float] = 1.0  # factor by which rotated features are multiplied
 
     def __post_init__(self) -> None:
         check_above("factor", self.factor)
-
-    @property
-    def gain(self) -> float:
-        """Factor by which rotated features are multiplied: 1."""
-        return 1.0
 
     def frequencies(self, base: float, dim: int) -> tuple[float, ...]:
         """Return the frequency of each pair, radians per token."""
@@ -74,6 +71,7 @@ class Llama3:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+    gain: ClassVar[float] = 1.0  # factor by which rotated features are multiplied
 
     def __post_init__(self) -> None:
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
@@ -84,11 +82,6 @@ class Llama3:
                 f"low_freq_factor is {self.low_freq_factor} and high_freq_factor is {self.high_freq_factor}.",
                 "Give a low_freq_factor below high_freq_factor.",
             )
-
-    @property
-    def gain(self) -> float:
-        """Factor by which rotated features are multiplied: 1."""
-        return 1.0
 
     def frequencies(self, base: float, dim: int) -> tuple[float, ...]:
         """Return the frequency of each pair, radians per token."""

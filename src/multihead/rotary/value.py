@@ -89,14 +89,16 @@ class Rotary:
         Raises:
             ArgumentError: head_dim is odd, or smaller than dim.
         """
+        self._check_head_dim(f"head_dim is {head_dim}", head_dim, ArgumentError)
+
+    def _check_head_dim(self, finding: str, head_dim: int, error: type[ArgumentError | ShapeError]) -> None:
+        """Raise an error, which starts with `finding`, if the features of a head cannot be rotated in pairs."""
         if self.dim is None and head_dim % 2:
             part = f", or rotate some of the columns: Rotary(dim={head_dim - 1})" if head_dim > 1 else ""
-            raise ArgumentError(
-                f"head_dim is {head_dim}, and Rotary rotates columns in pairs.", f"Give an even head_dim{part}."
-            )
+            raise error(f"{finding}, and Rotary rotates columns in pairs.", f"Give an even head_dim{part}.")
         if self.dim is not None and self.dim > head_dim:
-            raise ArgumentError(
-                f"head_dim is {head_dim}, and Rotary rotates {self.dim} columns of each head.",
+            raise error(
+                f"{finding}, and Rotary rotates {self.dim} columns of each head.",
                 f"Give Rotary a dim of at most {head_dim}.",
             )
 
@@ -211,18 +213,7 @@ class Rotary:
         if x.dtype not in _ROTATION_DTYPES:
             raise DtypeError(f"x has dtype {x.dtype}.", "Give float32, float64, bfloat16 or float16.")
         batch, _, length, head_dim = x.shape
-        if self.dim is None and head_dim % 2:
-            raise ShapeError(
-                f"x has a head_dim of {head_dim}, and columns are rotated in pairs.",
-                f"Give an even head_dim, or rotate some of the columns: Rotary(dim={head_dim - 1})."
-                if head_dim > 1
-                else "Give an even head_dim.",
-            )
-        if self.dim is not None and self.dim > head_dim:
-            raise ShapeError(
-                f"x has a head_dim of {head_dim}, and Rotary rotates {self.dim} columns of each head.",
-                f"Give Rotary a dim of at most {head_dim}.",
-            )
+        self._check_head_dim(f"x has a head_dim of {head_dim}", head_dim, ShapeError)
         if isinstance(positions, (int, SymInt)):
             return
         if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:

@@ -49,10 +49,9 @@ def _narrow_machine(monkeypatch: pytest.MonkeyPatch, _chosen_anew: None) -> None
     monkeypatch.delenv("MULTIHEAD_CPU", raising=False)
     found = SimpleNamespace(
         instruction_sets=SETS,
-        index_of_fastest_set=1,
-        index_of_fastest_set_of_cpu=1,
-        set_instruction_set=lambda _: None,
-        set_instruction_set_in_thread=lambda _: None,
+        fastest_set=SETS[1],
+        fastest_set_of_cpu=SETS[1],
+        functions=dict.fromkeys(("choose", "choose_in_thread"), lambda _: None),
     )
     monkeypatch.setattr(library, "_library_or_reason", lambda: found)
 
@@ -162,7 +161,7 @@ class TestChoosing:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert library.missing_faster_instruction_set() is None
-        monkeypatch.setattr(library._library_or_reason(), "index_of_fastest_set_of_cpu", 2)
+        monkeypatch.setattr(library._library_or_reason(), "fastest_set_of_cpu", SETS[2])
         with pytest.warns(SlowPathWarning) as warned:
             assert [library.chosen_instruction_set().name for _ in range(2)] == ["avx2", "avx2"]
         assert [str(each.message) for each in warned] == [library.missing_faster_instruction_set()]

@@ -26,12 +26,14 @@ ALL_QUERIES = slice(None)
 NO_DROPOUT_OFFSET = DropoutOffset()
 
 
-def _function_of_operator(name: str) -> Any:
-    """Return the function that `OpOverload.__call__` calls, which is faster than calling the overload."""
-    return None if library.reason_of_absence() else getattr(torch.ops.multihead, name).default._op  # noqa: SLF001
+def function_of_operator(name: str, *, overload: str = "default") -> Any:
+    """Return the function that `OpOverload.__call__` calls, which is faster to call; None without the library."""
+    if library.reason_of_absence():
+        return None
+    return getattr(getattr(torch.ops.multihead, name), overload)._op  # noqa: SLF001
 
 
-_attention, _attention_backward, key_sums = map(_function_of_operator, ("attention", "attention_backward", "key_sums"))
+_attention, _attention_backward, key_sums = map(function_of_operator, ("attention", "attention_backward", "key_sums"))
 # Context in which the operators skip PyTorch's autograd: `kernel.py` records the gradients itself, in half of the time.
 below_autograd = torch._C._AutoDispatchBelowAutograd  # noqa: SLF001 - torch has no public name for it
 

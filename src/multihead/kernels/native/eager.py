@@ -16,7 +16,7 @@ from multihead.kernels import head_changes, sequence_split
 from multihead.kernels.call import AttentionArguments, AttentionRequest, active_listeners
 from multihead.kernels.choose import PYTORCH_SPEEDUPS
 from multihead.kernels.native import library
-from multihead.kernels.native.call import OperatorCall
+from multihead.kernels.native.call import OperatorCall, function_of_operator
 from multihead.kernels.native.kernel import MAX_INT8_QUERIES, gradients
 from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT, statistics_of_one_pass
@@ -28,12 +28,10 @@ from multihead.masks.base import Band
 from multihead.tensors.shapes import MAX_POSITION, AttentionShape
 from multihead.tensors.tracing import is_intercepted
 
-# The function that `OpOverload.__call__` calls; calling it directly is faster.
-_eager_operator = None if library.reason_of_absence() else torch.ops.multihead.attention.eager._op  # noqa: SLF001
+_eager_operator = function_of_operator("attention", overload="eager")
 _grad_enabled = torch.is_grad_enabled
-_SETS_SLOWER_THAN_PYTORCH = frozenset(
-    name for name, _ in PYTORCH_SPEEDUPS
-)  # instruction sets with which some calls are slower than PyTorch's kernel
+# The instruction sets with which some calls are slower than with PyTorch's kernel.
+_SETS_SLOWER_THAN_PYTORCH = frozenset(name for name, _ in PYTORCH_SPEEDUPS)
 
 EAGER_STATISTICS = statistics_of_one_pass(PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT})
 """The statistics that `statistics` measures: all of `PARTS_OF_ONE_PASS` except the weight on special keys."""
@@ -60,7 +58,7 @@ def attend(
         if differentiable:
             return _DifferentiableOperator.apply(q, k, v, *band, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
         int8 = () if scales is None else (0, *scales)  # 0: no statistics
-        return _eager_operator(q, k, v, *band, scale, softcap, *int8)  # type: ignore[misc, no-any-return]
+        return _eager_operator(q, k, v, *band, scale, softcap, *int8)  # type: ignore[no-any-return]
     except RuntimeError:  # invalid argument: `functional` raises an error that explains it
         return None
 
@@ -80,7 +78,7 @@ def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor,
     if _grad_enabled() and (q.requires_grad or k.requires_grad):
         q, k = q.detach(), k.detach()
     try:
-        _, logsumexp, *results = _eager_operator(q, k, None, *band, scale, softcap, EAGER_STATISTICS.requested_bits)  # type: ignore[misc]
+        _, logsumexp, *results = _eager_operator(q, k, None, *band, scale, softcap, EAGER_STATISTICS.requested_bits)
     except RuntimeError:
         return None
     return logsumexp, EAGER_STATISTICS.results(*results)
@@ -140,7 +138,7 @@ class _DifferentiableOperator(torch.autograd.Function):
         scale: float | None,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        found = _eager_operator(q, k, v, lengths, before, after, query_start, scale, softcap)  # type: ignore[misc]
+        found = _eager_operator(q, k, v, lengths, before, after, query_start, scale, softcap)
         output, logsumexp = found[:2]
         ctx.save_for_backward(q, k, v, output, logsumexp)
         if lengths is not None:

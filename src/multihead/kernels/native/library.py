@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -59,12 +59,10 @@ class InstructionSet:
 @dataclass(frozen=True)
 class _NativeLibrary:
     path: Path
-    add_to_histograms: Callable[..., None]
-    set_instruction_set: Callable[[int], None]
-    set_instruction_set_in_thread: Callable[[int], None]
+    functions: Mapping[str, Callable[..., Any]]  # the names of _FUNCTION_SIGNATURES -> C functions
     instruction_sets: tuple[InstructionSet, ...]
-    index_of_fastest_set: int
-    index_of_fastest_set_of_cpu: int  # the fastest that the CPU supports; this build may lack it
+    fastest_set: InstructionSet
+    fastest_set_of_cpu: InstructionSet  # the fastest that the CPU supports; this build may lack it
 
 
 _forced_instruction_set: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
@@ -95,15 +93,12 @@ def instruction_sets() -> tuple[InstructionSet, ...]:
 def missing_faster_instruction_set() -> str | None:
     """Return a warning if this CPU has a faster instruction set that this build lacks; else None."""
     found = _library_or_reason()
-    if isinstance(found, str) or found.index_of_fastest_set == found.index_of_fastest_set_of_cpu:
+    if isinstance(found, str) or found.fastest_set == found.fastest_set_of_cpu:
         return None
-    best, used = (
-        found.instruction_sets[found.index_of_fastest_set_of_cpu].name,
-        found.instruction_sets[found.index_of_fastest_set].name,
-    )
     return (
-        f"The native kernel was compiled without {best}, the fastest instruction set of this CPU, and uses {used}. "
-        "Install multihead again on this machine, or with MULTIHEAD_SETS=all for any."
+        f"The native kernel was compiled without {found.fastest_set_of_cpu.name}, the fastest instruction set of this "
+        f"CPU, and uses {found.fastest_set.name}. Install multihead again on this machine, or with MULTIHEAD_SETS=all "
+        "for any."
     )
 
 
@@ -120,7 +115,7 @@ def chosen_instruction_set() -> InstructionSet:
 def using_instruction_set(name: str) -> Iterator[InstructionSet]:
     """Use an instruction set in this context and thread; raise an ArgumentError if it does not run here."""
     before, forced = _forced_instruction_set.get(), _runnable_instruction_set(name, f"using received {name!r}")
-    choose = _library().set_instruction_set_in_thread  # the operators cannot read a ContextVar
+    choose = _library().functions["choose_in_thread"]  # the operators cannot read a ContextVar
     token = _forced_instruction_set.set(forced)
     choose(forced.index)
     try:
@@ -167,7 +162,7 @@ def add_to_histograms(
     batch = values.shape[0] if values.dim() == 3 else 1
     inputs = values.data_ptr(), counted.data_ptr(), batch, *values.shape[-2:]
     results = totals.data_ptr(), counts.data_ptr(), bins.data_ptr()
-    _library().add_to_histograms(*inputs, first_bin, bins.shape[1], *results, torch.get_num_threads())
+    _library().functions["summarise"](*inputs, first_bin, bins.shape[1], *results, torch.get_num_threads())
 
 
 def _library() -> _NativeLibrary:
@@ -237,12 +232,10 @@ def _load_library(path: Path) -> _NativeLibrary | str:
             call["choose"](index)  # in case a program calls the operators before `chosen_instruction_set`
     return _NativeLibrary(
         path=path,
-        add_to_histograms=call["summarise"],
-        set_instruction_set=call["choose"],
-        set_instruction_set_in_thread=call["choose_in_thread"],
+        functions=call,
         instruction_sets=tuple(sets),
-        index_of_fastest_set=call["fastest"](),
-        index_of_fastest_set_of_cpu=call["fastest_of_cpu"](),
+        fastest_set=sets[call["fastest"]()],
+        fastest_set_of_cpu=sets[call["fastest_of_cpu"]()],
     )
 
 
@@ -256,32 +249,25 @@ def _addresses_of_torch_functions(package: Path, names: list[str]) -> list[int |
 @cache
 def _default_instruction_set() -> InstructionSet:
     """Return the instruction set of this process: of MULTIHEAD_CPU, else the fastest."""
-    library = _library()
-    name = os.environ.get(INSTRUCTION_SET_VARIABLE)
+    library, name = _library(), os.environ.get(INSTRUCTION_SET_VARIABLE)
     if not name and (finding := missing_faster_instruction_set()) is not None:
         warnings.warn(finding, SlowPathWarning, stacklevel=2)
-    found = (
-        _runnable_instruction_set(name, f"{INSTRUCTION_SET_VARIABLE} is {name!r}")
-        if name
-        else library.instruction_sets[library.index_of_fastest_set]
-    )
-    library.set_instruction_set(found.index)
+    found = library.fastest_set
+    if name:
+        found = _runnable_instruction_set(name, f"{INSTRUCTION_SET_VARIABLE} is {name!r}")
+    library.functions["choose"](found.index)
     return found
 
 
 def _runnable_instruction_set(name: str, finding: str) -> InstructionSet:
     """Return the instruction set with a name, or raise an error that begins with `finding`."""
-    _library()
-    for each in instruction_sets():
-        if each.name == name:
-            if each.is_supported_by_cpu:
-                return each
-            finding += ", which this CPU cannot run" if each.compiled else ", which this build does not contain"
-            break
-    else:
+    sets = {each.name: each for each in _library().instruction_sets}
+    found = sets.get(name)
+    if found is not None and found.is_supported_by_cpu:
+        return found
+    if found is None:
         finding += ", and there is no such instruction set"
-    raise ArgumentError(f"{finding}.", f"Give one that runs here: {_list_runnable_sets()}.")
-
-
-def _list_runnable_sets() -> str:
-    return ", ".join(each.name for each in instruction_sets() if each.is_supported_by_cpu)
+    else:
+        finding += ", which this CPU cannot run" if found.compiled else ", which this build does not contain"
+    runnable = ", ".join(each.name for each in sets.values() if each.is_supported_by_cpu)
+    raise ArgumentError(f"{finding}.", f"Give one that runs here: {runnable}.")

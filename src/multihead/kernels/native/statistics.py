@@ -126,9 +126,8 @@ def _mark_first_keys(packed_lengths: Tensor, first: Tensor, keys: int) -> Tensor
     """Mark the first visible key of each packed sample, (1, keys) bool, from the first key of each query (queries,)."""
     lengths = packed_lengths.cpu().numpy()  # NumPy starts faster than torch
     begin = (lengths.cumsum() - lengths)[lengths > 0]
-    marks = np.zeros(
-        (1, keys + 1), dtype=bool
-    )  # the last column, which is cut off, is for samples whose queries see no key
+    # The last column, which is cut off, is for samples whose queries see no key.
+    marks = np.zeros((1, keys + 1), dtype=bool)
     if len(begin):
         marks[0, np.minimum.reduceat(first.cpu().numpy(), begin)] = True
     return torch.from_numpy(marks[:, :keys])
