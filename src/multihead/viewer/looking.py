@@ -301,21 +301,32 @@ def run_and_record(
     """Run the model, record its heads, and name the tokens of its texts."""
     with (
         torch.no_grad(),
-        observe(
-            loaded.model,
-            layers=layers,
-            probes=(*DEFAULT, "received", "pooled_map"),
-            special_ids=sorted({id_ for each in run.texts for id_ in each.special_ids}),
-            kinds=kinds,
-        ) as record,
+        observe_texts(loaded, run.texts, layers=layers, probes=("pooled_map",), kinds=kinds) as record,
         _count_attention_calls(show, locale("look.doing.watching", lang), num_layers(loaded)),
         explain_missing_inputs(loaded),
     ):
         loaded.model(**run.arguments)
-    record.title = loaded.title
-    for each in run.texts:
-        record.name_text(Text(each.ids[0], each.tokens, each.special, each.gaps))
     return record
+
+
+@contextmanager
+def observe_texts(
+    loaded: LoadedModel, texts: Sequence[EncodedText], *, probes: Sequence[str] = (), **options: Any
+) -> Iterator[Record]:
+    """Record a model that reads some texts in this context; at its end, name the record and the tokens of the texts.
+
+    Args:
+        loaded: the model.
+        texts: the texts.
+        probes: measured besides the default probes and "received".
+        options: further arguments of `observe`.
+    """
+    special = sorted({id_ for each in texts for id_ in each.special_ids})
+    with observe(loaded.model, probes=(*DEFAULT, "received", *probes), special_ids=special, **options) as record:
+        yield record
+    record.title = loaded.title
+    for each in texts:
+        record.name_text(Text(each.ids[0], each.tokens, each.special, each.gaps))
 
 
 @contextmanager

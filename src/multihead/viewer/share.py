@@ -158,11 +158,13 @@ def name_shared_file(title: str, heads: Sequence[SharedHead]) -> str:
 
 def _renumbered_place(given: str, *, second_run: bool) -> tuple[str, PlaceInView]:
     """Return the part in view, and its address in the file, where records and texts are numbered from 0."""
-    kept = {name: value for name, value in parse_qsl(given.removeprefix("#")) if name in {"a", "b", "v", "c", "s"}}
-    numbers: dict[str, float] = {}
-    for name, value in parse_qsl(given.removeprefix("#")):
-        if name in _NUMBERS_IN_ADDRESS and re.fullmatch(r"-?\d{1,12}(\.\d{1,9})?", value):
-            numbers[name] = float(value)
+    values = dict(parse_qsl(given.removeprefix("#")))
+    kept = {name: value for name, value in values.items() if name in {"a", "b", "v", "c", "s"}}
+    numbers = {
+        name: float(value)
+        for name, value in values.items()
+        if name in _NUMBERS_IN_ADDRESS and re.fullmatch(r"-?\d{1,12}(\.\d{1,9})?", value)
+    }
     address = kept | {name: f"{value:.0f}" for name, value in numbers.items()} | ({"rb": "1"} if second_run else {})
     view = PlaceInView(numbers.get("x", 0), numbers.get("y", 0), numbers.get("n", 0), int(numbers.get("q", -1)))
     return f"#{urlencode(address)}", view

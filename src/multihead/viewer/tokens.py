@@ -79,7 +79,7 @@ def layout_of_tokens(
     if text is not None and offsets is not None:
         before, shown, tail = _slice_text(tokens, flags, text, offsets)
     else:
-        before, shown, tail = _split_tokens(tokens, flags, gaps)
+        (before, shown), tail = _split_tokens(tokens, flags, gaps), ""
         tokens = [
             CONTINUATION_MARK if flag & PIECE_FLAG and not each else each
             for flag, each in zip(flags, shown, strict=True)
@@ -95,8 +95,8 @@ def layout_of_tokens(
 
 def _split_tokens(
     tokens: Sequence[str], flags: list[int], known: Sequence[str | None] | None
-) -> tuple[list[str], list[str], str]:
-    """Return the gap before each token, the text of each token, and the gap at the end, which is empty.
+) -> tuple[list[str], list[str]]:
+    """Return the gap before each token, and the text of each token.
 
     Gaps are taken from `known`, or else follow from the conventions of the tokenizer.
     """
@@ -149,32 +149,24 @@ def _split_tokens(
             flags[place] |= PIECE_FLAG
         gaps.append(gap)
         shown.append(piece)
-    return gaps, shown, ""
+    return gaps, shown
 
 
 def _decode_byte_tokens(tokens: Sequence[str], flags: list[int]) -> list[str]:
     """Decode byte-level tokens to text; if several tokens share one character, only the first one gets it."""
     pieces: list[str] = []
-    for first, token in enumerate(tokens):
-        if len(pieces) > first:
-            continue  # the character was shown with the first of its tokens
-        piece, stop = _decode_byte_token(token), first + 1
-        while not flags[first] & SPECIAL_FLAG and piece.endswith("\ufffd") and stop < min(len(tokens), first + 4):
-            if flags[stop] & SPECIAL_FLAG:
+    while (first := len(pieces)) < len(tokens):
+        pieces.append(tokens[first] if flags[first] & SPECIAL_FLAG else _decode_byte_token(tokens[first]))
+        if flags[first] & SPECIAL_FLAG or not pieces[first].endswith("\ufffd"):
+            continue
+        for stop in range(first + 2, min(len(tokens), first + 4) + 1):
+            if flags[stop - 1] & SPECIAL_FLAG:
                 break
-            whole = _decode_byte_token("".join(tokens[first : stop + 1]))
-            stop += 1
+            whole = _decode_byte_token("".join(tokens[first:stop]))
             if "\ufffd" not in whole:
-                piece = whole
+                pieces[first:] = [whole, *[""] * (stop - first - 1)]
+                flags[first + 1 : stop] = [flag | PIECE_FLAG for flag in flags[first + 1 : stop]]
                 break
-        else:
-            stop = first + 1
-        if "\ufffd" in piece:
-            stop = first + 1
-        pieces.append(token if flags[first] & SPECIAL_FLAG else piece)
-        for place in range(first + 1, stop):
-            flags[place] |= PIECE_FLAG
-            pieces.append("")
     return pieces
 
 

@@ -34,15 +34,13 @@ from multihead.models.use import use
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.observation.textbook import add_repeated
-from multihead.probes import DEFAULT
 from multihead.record.analysis.similar import affordable_queries, evenly_spaced_queries
 from multihead.record.memory_use import peak_memory_of_process
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
-from multihead.record.texts import Text
 from multihead.tensors.undo import Undo
 from multihead.viewer.levels import Array
-from multihead.viewer.looking import ShowStep, measure_on_repeated_tokens
+from multihead.viewer.looking import ShowStep, measure_on_repeated_tokens, observe_texts
 from multihead.viewer.page import installed_version, numbers_or_none
 from multihead.viewer.payload import RecordedRun, describe_sample
 from multihead.viewer.query_params import NotFoundError
@@ -97,11 +95,24 @@ class TrialTask(Protocol):
     def describe(self, run: TextRun) -> dict[str, Any]:
         """Describe the predictions of the model on a text with all heads on."""
 
-    def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
-        """Compare the predictions after a change of heads with those before, at token `at`; None: the last token."""
+    def compare(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
+        """Compare the predictions after a change of heads with those before it, for the page.
 
-    def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
-        """Return per copy of the batch the effect at token `at` and other numbers of a sweep: (copies, numbers)."""
+        Args:
+            run: the text.
+            predictions: the predictions after the change, as `predict` returned them.
+            token: index of the token after which the next tokens are compared; None for the last one.
+        """
+
+    def measure(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
+        """Return per copy of the batch the effect of switching off its head, and other numbers: (copies, numbers).
+
+        Args:
+            run: the text.
+            predictions: the predictions of all copies, (copies * rows, ...).
+            num_copies: number of copies, each without another head.
+            token: index of the token after which the effect is measured; None for the last one.
+        """
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
         """Describe what `measure` returned for the heads of a layer, (heads, numbers)."""
@@ -202,18 +213,14 @@ class Trial:
             )
         batch = _padded_batch(self.loaded, rows)
         replay = Replay(self.loaded.model)
-        special = sorted({id_ for row in rows for id_ in row.special_ids})
         with (
             self._run_until_cancelled(replay, cancelled),
-            observe(self.loaded.model, probes=(*DEFAULT, "received"), special_ids=special) as record,
+            observe_texts(self.loaded, rows) as record,
             replay.store_block_outputs(),
         ):
             begun = perf_counter()
             before = self.task.predict(self.loaded.model, batch)
             seconds = perf_counter() - begun
-        record.title = self.loaded.title
-        for row in rows:
-            record.name_text(Text(row.ids[0], row.tokens, row.special, row.gaps))
         add_repeated(record, self.repeated)
         with self._run_until_cancelled(replay, cancelled):
             begun = perf_counter()
@@ -252,7 +259,7 @@ class Trial:
         }
 
     def change(
-        self, run: TextRun, factors: HeadFactors, at: int | None, cancelled: IsCancelled, *, lang: str = "en"
+        self, run: TextRun, factors: HeadFactors, token: int | None, cancelled: IsCancelled, *, lang: str = "en"
     ) -> dict[str, Any]:
         """Run the model on a text with the outputs of some heads multiplied by factors, and compare.
 
@@ -262,10 +269,9 @@ class Trial:
         """
         begun = perf_counter()
         self._check_heads(run, factors)
-        if at is not None and not 0 <= at < run.encoded_rows[0].ids.shape[1]:
-            raise NotFoundError(
-                f"There is no token {at}.", f"Give one from 0 to {run.encoded_rows[0].ids.shape[1] - 1}."
-            )
+        num_tokens = run.encoded_rows[0].ids.shape[1]
+        if token is not None and not 0 <= token < num_tokens:
+            raise NotFoundError(f"There is no token {token}.", f"Give one from 0 to {num_tokens - 1}.")
         layers = run.record.layers
         if not factors:
             after, distances, first = run.predictions_before, [], None
@@ -284,7 +290,7 @@ class Trial:
             distances = _distances_between_maps(run.record, seen, first, cancelled)
         far = [(layer, head, value) for layer, values in distances for head, value in enumerate(values)]
         whole = first is not None and not run.replay.is_exact
-        return self.task.compare(run, after, at) | {
+        return self.task.compare(run, after, token) | {
             "changed": sorted(far, key=lambda each: -each[2])[:MAX_CHANGED_MAPS],
             "distances": [{"layer": layer, "heads": values} for layer, values in distances],
             "seconds": perf_counter() - begun,
@@ -303,7 +309,7 @@ class Trial:
         if run.newest_change is None or run.newest_change[0] != factors:
             self.change(run, factors, None, cancelled)
         assert run.newest_change is not None
-        before = next(each for each in run.record.layers if each.number == layer)
+        before = run.record[layer]
         after = next((each for each in run.newest_change[1].layers if each.name == before.name), before)
         length = max(before.sample(row).num_queries, before.sample(row).num_keys)
         found = [
@@ -313,7 +319,7 @@ class Trial:
         maps: Array = torch.stack(found).float().numpy()
         return maps
 
-    def sweep(self, run: TextRun, at: int | None, cancelled: IsCancelled) -> Iterator[dict[str, Any]]:
+    def sweep(self, run: TextRun, token: int | None, cancelled: IsCancelled) -> Iterator[dict[str, Any]]:
         """Switch off each head once: yield one item per layer, and at the end the time in seconds."""
         layers = run.record.layers
         seconds = floor = 0.0
@@ -322,7 +328,7 @@ class Trial:
             run.replay,
             run.batch,
             layers,
-            lambda batch, number: self.task.measure(run, self.task.predict(self.loaded.model, batch), number, at),
+            lambda batch, number: self.task.measure(run, self.task.predict(self.loaded.model, batch), number, token),
             most_copies=copies,
         )
         for done in range(1, len(layers) + 1):
@@ -437,13 +443,13 @@ class _NextTokenPredictions:
         """Describe the loss of each token, see `TrialTask.describe`."""
         return {"losses": _losses_of_page(run.losses), "sentences": [], "similarity": None}
 
-    def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
+    def compare(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
         """Compare losses and next tokens, see `TrialTask.compare`."""
         before = _losses_of_page(run.losses)
-        losses = _losses_of_page(token_losses(after, run.batch["input_ids"])[0])
+        losses = _losses_of_page(token_losses(predictions, run.batch["input_ids"])[0])
         pairs = [(a, b) for a, b in zip(before, losses, strict=True) if a is not None and b is not None]
-        place = after.shape[1] - 1 if at is None else at
-        rows = [logits[0, place] for logits in (run.predictions_before, after)]
+        place = predictions.shape[1] - 1 if token is None else token
+        rows = [logits[0, place] for logits in (run.predictions_before, predictions)]
         ids = torch.cat([likeliest_tokens(row, NUM_LIKELIEST_TOKENS)[0] for row in rows]).unique()
         both = torch.stack([row.double().softmax(-1)[ids] for row in rows])
         order = both.amax(0).argsort(descending=True)
@@ -462,13 +468,13 @@ class _NextTokenPredictions:
             "similarity": None,
         }
 
-    def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
+    def measure(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
         """Return per copy the change of ln p of the likeliest token, and the loss of each token: (copies, tokens)."""
-        place = after.shape[1] - 1 if at is None else at
+        place = predictions.shape[1] - 1 if token is None else token
         row = run.predictions_before[0, place].double()
         best = row.argmax()
-        change = after[:, place].double().log_softmax(-1)[:, best] - row.log_softmax(-1)[best]
-        losses = token_losses(after, run.batch["input_ids"].expand(copies, -1))
+        change = predictions[:, place].double().log_softmax(-1)[:, best] - row.log_softmax(-1)[best]
+        losses = token_losses(predictions, run.batch["input_ids"].expand(num_copies, -1))
         return torch.cat([change[:, None], losses], 1).cpu()
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
@@ -510,15 +516,15 @@ class _SentenceSimilarities:
             "similarity": _cosine_similarities(run.predictions_before).tolist(),
         }
 
-    def compare(self, run: TextRun, after: Tensor, at: int | None) -> dict[str, Any]:
+    def compare(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
         """Compare the similarities, see `TrialTask.compare`."""
         nothing = dict.fromkeys(("losses", "predictions", "worse", "at", "kl", "next", "others"))
-        return {**nothing, "similarity": _cosine_similarities(after).tolist()}
+        return {**nothing, "similarity": _cosine_similarities(predictions).tolist()}
 
-    def measure(self, run: TextRun, after: Tensor, copies: int, at: int | None) -> Tensor:
+    def measure(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
         """Return the largest change of a similarity, with its sign, (copies, 1)."""
-        change = _cosine_similarities(after.unflatten(0, (copies, -1))) - _cosine_similarities(run.predictions_before)
-        flat = change.flatten(1)
+        before = _cosine_similarities(run.predictions_before)
+        flat = (_cosine_similarities(predictions.unflatten(0, (num_copies, -1))) - before).flatten(1)
         return flat.gather(1, flat.abs().argmax(1, keepdim=True)).cpu()
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
