@@ -19,7 +19,7 @@ SHARES_ON_AXIS = (0, 0.25, 0.5, 0.75, 1)
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart: its name, its CSS class, its points, and the band around them (low and high)."""
+    """One curve of a line chart: its name, its CSS class, its points, and the band from low to high around them."""
 
     name: str
     css_class: str
@@ -31,7 +31,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its name, its CSS class, its share from 0 to 1, and the standard deviation of the share if known."""
+    """One bar of a bar chart: its name, its CSS class, its share (0 to 1), and its standard deviation if known."""
 
     name: str
     css_class: str
@@ -60,10 +60,10 @@ def draw_bar_chart(groups: Sequence[BarGroup], *, label: str) -> str:
     elements = []
     for share in SHARES_ON_AXIS:
         x = x_of_share(share)
-        elements += [_line("rule", x, TOP, x, bottom), _text("tick", x, bottom + 15, f"{share:.0%}", "middle")]
+        elements += [_svg_line("rule", x, TOP, x, bottom), _svg_text("tick", x, bottom + 15, f"{share:.0%}", "middle")]
     y = float(TOP)
     for name, bars in groups:
-        elements.append(_text("name", BARS_LEFT - 8, y + len(bars) * BAR_STEP / 2 + 3, name, "end"))
+        elements.append(_svg_text("name", BARS_LEFT - 8, y + len(bars) * BAR_STEP / 2 + 3, name, "end"))
         for bar in bars:
             end = x_of_share(bar.share)
             elements.append(
@@ -73,12 +73,12 @@ def draw_bar_chart(groups: Sequence[BarGroup], *, label: str) -> str:
             if bar.deviation:
                 low, high = x_of_share(bar.share - bar.deviation), x_of_share(bar.share + bar.deviation)
                 middle = y + 2 + BAR_HEIGHT / 2
-                elements.append(_line("spread", low, middle, high, middle))
+                elements.append(_svg_line("spread", low, middle, high, middle))
                 end = max(end, high)
-            elements.append(_text("tick", end + 5, y + 10, f"{100 * bar.share:.0f} % {bar.name}"))
+            elements.append(_svg_text("tick", end + 5, y + 10, f"{100 * bar.share:.0f} % {bar.name}"))
             y += BAR_STEP
         y += GROUP_GAP
-    return _svg(bottom + BOTTOM / 2, label, elements)
+    return _svg_image(bottom + BOTTOM / 2, label, elements)
 
 
 def draw_line_chart(
@@ -111,25 +111,25 @@ def draw_line_chart(
     elements = []
     for share in SHARES_ON_AXIS:
         _, y = point_at(min(x_ticks), share)
-        elements += [_line("rule", LEFT, y, right, y), _text("tick", LEFT - 6, y + 4, f"{share:.0%}", "end")]
+        elements += [_svg_line("rule", LEFT, y, right, y), _svg_text("tick", LEFT - 6, y + 4, f"{share:.0%}", "end")]
     for tick in x_ticks:
         x, y = point_at(tick, 0)
-        elements.append(_text("tick", x, y + 15, f"{tick:g}", "middle"))
-    elements.append(_text("tick", (LEFT + right) / 2, HEIGHT - 6, x_label, "middle"))
+        elements.append(_svg_text("tick", x, y + 15, f"{tick:g}", "middle"))
+    elements.append(_svg_text("tick", (LEFT + right) / 2, HEIGHT - 6, x_label, "middle"))
     if level is not None:
         _, y = point_at(min(x_ticks), level[0])
-        elements += [_line("level", LEFT, y, right, y), _text("tick", right - 2, y - 4, level[1], "end")]
+        elements += [_svg_line("level", LEFT, y, right, y), _svg_text("tick", right - 2, y - 4, level[1], "end")]
     for curve in curves:
         band = [*points_of(curve, curve.high), *reversed(points_of(curve, curve.low))]
-        elements.append(f'<polygon class="band {curve.css_class}" points="{_format_points(band)}"/>')
+        elements.append(f'<polygon class="band {curve.css_class}" points="{_format_svg_points(band)}"/>')
     for curve in curves:
         line = points_of(curve, curve.y)
-        elements.append(f'<polyline class="curve {curve.css_class}" points="{_format_points(line)}"/>')
+        elements.append(f'<polyline class="curve {curve.css_class}" points="{_format_svg_points(line)}"/>')
     ends = [point_at(curve.x[-1], curve.y[-1]) for curve in curves]
     for curve, (x, y), height in zip(curves, ends, _space_names_apart([y for _, y in ends]), strict=True):
-        elements.append(_line(f"lead {curve.css_class}", x + 2, y, x + 9, height))
-        elements.append(_text("name", x + 12, height + 4, curve.name))
-    return _svg(HEIGHT, label, elements)
+        elements.append(_svg_line(f"lead {curve.css_class}", x + 2, y, x + 9, height))
+        elements.append(_svg_text("name", x + 12, height + 4, curve.name))
+    return _svg_image(HEIGHT, label, elements)
 
 
 def _space_names_apart(heights: Sequence[float]) -> list[float]:
@@ -146,18 +146,18 @@ def _space_names_apart(heights: Sequence[float]) -> list[float]:
     return placed
 
 
-def _svg(height: float, label: str, elements: Iterable[str]) -> str:
+def _svg_image(height: float, label: str, elements: Iterable[str]) -> str:
     opening = f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">'
     return "".join([opening, *elements, "</svg>"])
 
 
-def _line(css_class: str, x1: float, y1: float, x2: float, y2: float) -> str:
+def _svg_line(css_class: str, x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line class="{css_class}" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
 
 
-def _text(css_class: str, x: float, y: float, words: str, anchor: str = "start") -> str:
+def _svg_text(css_class: str, x: float, y: float, words: str, anchor: str = "start") -> str:
     return f'<text class="{css_class}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def _format_points(points: Iterable[tuple[float, float]]) -> str:
+def _format_svg_points(points: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

@@ -30,16 +30,17 @@ KEY_CONTENTS: tuple[KeyContent, ...] = ("even", "uneven", "groups", "part", "two
 class MeanOverSeeds:
     """A mean over seeds and the standard deviation between them, None with a single seed.
 
-    `error` is the binomial standard error of one value, where it is a share of a number of questions; else 0.
+    `binomial_error` is the binomial standard error of the value of one seed, where the value is a share of a number of
+    questions; else 0.
     """
 
     mean: float
     deviation: float | None
-    error: float = 0.0
+    binomial_error: float = 0.0
 
     @classmethod
     def from_values(cls, values: Sequence[float], *, questions: int = 0) -> MeanOverSeeds:
-        """Summarise one value per seed, each a share of some questions, or no share if there are none."""
+        """Summarise one value per seed, each a share of `questions` questions, or no share if `questions` is 0."""
         each = torch.tensor(values, dtype=torch.float64)
         mean, error = float(each.mean()), 0.0
         if questions:
@@ -48,22 +49,27 @@ class MeanOverSeeds:
         return cls(mean, float(each.std()) if len(values) > 1 else None, error)
 
     def differs_from(self, other: MeanOverSeeds) -> bool:
-        """Return whether the means differ by more than both deviations, each at least the error; not with one seed."""
+        """Return whether two means differ by more than the sum of their deviations, each at least the binomial error.
+
+        Means of a single seed, whose deviation is unknown, never differ.
+        """
         if self.deviation is None or other.deviation is None:
             return False
-        spread = max(self.deviation, self.error) + max(other.deviation, other.error)
+        spread = max(self.deviation, self.binomial_error) + max(other.deviation, other.binomial_error)
         return abs(self.mean - other.mean) > spread
 
 
 @dataclass(frozen=True)
 class MatchRates:
-    """One kind of content at one strength of noise; all shares are of trials, 0 to 1.
+    """How often long and short rows find their partner, for one kind of content and one strength of noise.
+
+    All shares are shares of trials, 0 to 1.
 
     Attributes:
         content: "even" (all columns have equal variance), "uneven" (few directions have most of the variance),
             "groups" (candidates resemble each other in groups), "part" (query and partner agree in one short row
             only), "two" (one half matches one partner, the other half another).
-        query_noise: standard deviation of the noise added to the query; that of the content is 1.
+        query_noise: standard deviation of the noise added to the query; the content has a standard deviation of 1.
         by_long_row: share found by one long row.
         by_all_short_rows: share found by the mean weight of all short rows.
         by_short_rows_with_content: share found by only the short rows that carry the content; for "two" each half must
@@ -79,7 +85,7 @@ class MatchRates:
 
 @dataclass(frozen=True)
 class RowLengthResult:
-    """Results for rows of one length with "even" content.
+    """What was measured on rows of one length with "even" content.
 
     Attributes:
         columns: the length of a row.
@@ -100,7 +106,7 @@ class RowLengthResult:
 
 @dataclass(frozen=True)
 class VectorMatching:
-    """The settings and results of the measurement.
+    """The settings and the results of `match_vectors`.
 
     Attributes:
         columns, short_rows: the length of a long row, and the number of short rows that it is split into.
@@ -202,7 +208,7 @@ def _draw_candidates(
 def _match_rates(
     content: KeyContent, noise: float, columns: int, parts: int, candidates: int, trials: int, seed: int
 ) -> tuple[float, ...]:
-    """Return the shares of trials in which the long row, the mean of the short rows, and the relevant ones match."""
+    """Return the shares of trials found by the long row, by all short rows, and by the short rows with content."""
     generator = torch.Generator().manual_seed(seed)
     keys = _draw_candidates(content, columns, candidates, trials, generator)
     width = columns // parts
@@ -221,14 +227,14 @@ def _match_rates(
     short = (scores / math.sqrt(width)).softmax(-1)  # (trials, parts, candidates)
     if content == "two":
         halves = short.unflatten(1, (2, parts // 2)).mean(2)  # (trials, 2, candidates)
-        own = (halves.argmax(-1) == torch.arange(2)).all(1)
+        by_content = (halves.argmax(-1) == torch.arange(2)).all(1)
         both = [each.topk(2, -1).indices.sort(-1).values for each in (long, short.mean(1))]
         found = [(each == torch.arange(2)).all(1) for each in both]
     else:
         relevant = short[:, :1] if content == "part" else short
-        own = relevant.mean(1).argmax(-1) == 0
+        by_content = relevant.mean(1).argmax(-1) == 0
         found = [long.argmax(-1) == 0, short.mean(1).argmax(-1) == 0]
-    return tuple(float(each.double().mean()) for each in (*found, own))
+    return tuple(float(each.double().mean()) for each in (*found, by_content))
 
 
 def _measure_length(columns: int, noise: float, candidates: int, trials: int, seed: int) -> tuple[float, ...]:

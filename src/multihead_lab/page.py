@@ -16,27 +16,27 @@ from multihead_lab.training import Experiment
 
 __all__ = ["render_lab_page", "write_page"]
 
-_SCRIPT_TEXT_KEYS = (
+_KEYS_OF_SCRIPT_TEXTS = (
     "1 head", "heads", "choose heads", "layer head", "only head", "step", "at the end", "point", "hidden", "scale",
     "value lookup", "value induction",
 )  # fmt: skip
 
 
 def write_page(answers: LabResults, path: str | os.PathLike[str], *, lang: str = "en") -> Path:
-    """Write the page atomically, in English ("en") or Chinese ("zh"), and return its path."""
+    """Write the page of the lab atomically, in English ("en") or Chinese ("zh"), and return its path."""
     write_atomically(path, render_lab_page(answers, lang=lang))
     return Path(path)
 
 
 def render_lab_page(answers: LabResults, *, lang: str = "en") -> str:
-    """Render the page: one HTML file with its style, script and data, which makes no network requests."""
+    """Render the page of the lab: one HTML file with its style, script and data, which makes no network requests."""
     phrases = load_phrases(lang)
     texts = phrases.texts_by_key
     return render_page(
         "multihead_lab/static/lab.html",
         "multihead_lab/static/lab.js",
         ("viewer/static/shared/base.css", "multihead_lab/static/lab.css"),
-        texts={key: texts[key] for key in texts if key in _SCRIPT_TEXT_KEYS or key.startswith("measure.")},
+        texts={key: texts[key] for key in texts if key in _KEYS_OF_SCRIPT_TEXTS or key.startswith("measure.")},
         data={"tasks": [_describe_experiment(experiment, answers, phrases) for experiment in answers.experiments]},
         lang=lang,
         words=texts,
@@ -74,7 +74,7 @@ def _describe_experiment(experiment: Experiment, answers: LabResults, phrases: P
                         "layer": look.layer,
                         "head": look.head,
                         "measures": {name: round(value, 4) for name, value in look.measures.items()},
-                        # Differences below a thousandth are invisible.
+                        # A difference of weights below a thousandth is invisible.
                         "picture": [[round(1000 * weight) for weight in row] for row in look.weights],
                     }
                     for look in moment.head_measurements

@@ -35,13 +35,13 @@ class ParameterShape:
 
     @property
     def num_values(self) -> int:
-        """Number of values."""
+        """Number of values of the parameter tensor."""
         return torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
 class LayerWithHeadCount:
-    """A layer with one number of heads.
+    """What is counted and measured of a layer with one number of heads.
 
     Attributes:
         num_heads, head_dim: number of heads, and columns per head.
@@ -49,7 +49,8 @@ class LayerWithHeadCount:
         separate_parameters: the parameters as in this library, one projection each for q, k and v.
         torch_parameters: the parameters of `nn.MultiheadAttention` itself.
         features_read_by_head: per head, the number of input features with a non-zero derivative.
-        features_read_by_head_of_split_input: the same if each head reads only its own part of the input.
+        features_read_by_head_of_split_input: per head, the number of input features with a non-zero derivative if each
+            head reads only its own part of the input.
         parameters_with_split_input: number of parameters of a layer whose heads each read only their own part.
         difference_from_single_head_layers: largest difference between the layer's output and that of as many
             single-head layers, each built from its rows of the packed projection.
@@ -67,7 +68,7 @@ class LayerWithHeadCount:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trained parameters."""
+        """Number of trained parameters of the layer."""
         return sum(parameter.num_values for parameter in self.packed_parameters)
 
 
@@ -83,12 +84,13 @@ class IntermediateTensor:
 
 @dataclass(frozen=True)
 class HeadCountComparison:
-    """The same weights, split into two different numbers of heads.
+    """How two layers with the same weights and different numbers of heads differ.
 
     Attributes:
         first_num_heads, second_num_heads: the numbers of heads.
         output_difference: norm of the difference of the outputs, as a share of the norm of the first.
-        gradient_difference: the same for the gradients of all weights, with the same loss.
+        gradient_difference: norm of the difference of the gradients of all weights, as a share of the norm of the
+            first.
         score_difference: largest difference between the sums of q . k over heads, which are equal up to rounding.
     """
 
@@ -101,7 +103,7 @@ class HeadCountComparison:
 
 @dataclass(frozen=True)
 class ParameterComparison:
-    """The results of all comparisons.
+    """What `compare_parameters` counted and measured.
 
     Attributes:
         embed_dim, length: width and tokens of the input, (1, length, embed_dim).
@@ -132,7 +134,7 @@ def compare_parameters(
         seed: the seed of the input and the weights.
 
     Returns:
-        The results.
+        What was counted of each layer, and how the layers differ.
 
     Raises:
         ArgumentError: heads is empty, or a number of heads does not divide `embed_dim`.
@@ -149,26 +151,19 @@ def compare_parameters(
         raise ArgumentError("heads is empty.", "Give at least one number of heads, such as (1, 2).")
     for num_heads in (*heads, shapes_of):
         head_dim_of(embed_dim, num_heads)
+    x = torch.randn(1, length, embed_dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     # Building a layer draws weights; this must not change the caller's random state.
     with torch.random.fork_rng(devices=[]):
-        return _compare_head_counts(embed_dim, length, tuple(heads), shapes_of, seed)
-
-
-def _compare_head_counts(
-    embed_dim: int, length: int, heads: tuple[int, ...], shapes_of: int, seed: int
-) -> ParameterComparison:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(1, length, embed_dim, generator=generator, dtype=torch.float64)
-    layers = [_build_layer(embed_dim, num_heads, seed) for num_heads in heads]
-    measured = [_measure_layer(layer, x, seed) for layer in layers]
-    return ParameterComparison(
-        embed_dim=embed_dim,
-        length=length,
-        layers=tuple(_count_parameters(layer, x, seed) for layer in layers),
-        num_heads_of_tensors=shapes_of,
-        intermediate_tensors=_list_intermediate_tensors(_build_layer(embed_dim, shapes_of, seed), x),
-        comparisons=tuple(itertools.starmap(_compare_layers, itertools.combinations(measured, 2))),
-    )
+        layers = [_build_layer(embed_dim, num_heads, seed) for num_heads in heads]
+        measured = [_measure_layer(layer, x, seed) for layer in layers]
+        return ParameterComparison(
+            embed_dim=embed_dim,
+            length=length,
+            layers=tuple(_describe_layer(layer, x, seed) for layer in layers),
+            num_heads_of_tensors=shapes_of,
+            intermediate_tensors=_list_intermediate_tensors(_build_layer(embed_dim, shapes_of, seed), x),
+            comparisons=tuple(itertools.starmap(_compare_layers, itertools.combinations(measured, 2))),
+        )
 
 
 def _build_layer(embed_dim: int, num_heads: int, seed: int, *, output_projection: bool = True) -> MultiHeadAttention:
@@ -182,7 +177,7 @@ def _build_layer(embed_dim: int, num_heads: int, seed: int, *, output_projection
     return layer
 
 
-def _count_parameters(layer: MultiHeadAttention, x: Tensor, seed: int) -> LayerWithHeadCount:
+def _describe_layer(layer: MultiHeadAttention, x: Tensor, seed: int) -> LayerWithHeadCount:
     heads, head_dim, embed_dim = layer.num_heads, layer.head_dim, layer.embed_dim
     separate = dict(layer.named_parameters())
     packed = {
@@ -202,9 +197,9 @@ def _count_parameters(layer: MultiHeadAttention, x: Tensor, seed: int) -> LayerW
     return LayerWithHeadCount(
         num_heads=heads,
         head_dim=head_dim,
-        packed_parameters=_list_parameters(packed),
-        separate_parameters=_list_parameters(separate),
-        torch_parameters=_list_parameters(dict(theirs.named_parameters())),
+        packed_parameters=_list_parameter_shapes(packed),
+        separate_parameters=_list_parameter_shapes(separate),
+        torch_parameters=_list_parameter_shapes(dict(theirs.named_parameters())),
         features_read_by_head=_count_features_read(bare, x, seed),
         features_read_by_head_of_split_input=_count_features_read(cut, x, seed),
         parameters_with_split_input=sum(tensor.numel() for tensor in packed.values()) - lost,
@@ -212,12 +207,12 @@ def _count_parameters(layer: MultiHeadAttention, x: Tensor, seed: int) -> LayerW
     )
 
 
-def _list_parameters(tensors: Mapping[str, Tensor]) -> tuple[ParameterShape, ...]:
+def _list_parameter_shapes(tensors: Mapping[str, Tensor]) -> tuple[ParameterShape, ...]:
     return tuple(ParameterShape(name, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
 def _count_features_read(layer: MultiHeadAttention, x: Tensor, seed: int) -> tuple[int, ...]:
-    """Count, for each head, the input features that its result depends on."""
+    """Count, for each head, the input features that the result of the head depends on."""
     x = x.clone().requires_grad_()
     z_heads = split_heads(layer(x), layer.num_heads)  # (batch, heads, length, head_dim)
     # A random combination of the Jacobian's rows is 0 in a column only if the whole column is 0.
@@ -257,7 +252,7 @@ class _MeasuredLayer:
 
 
 def _measure_layer(layer: MultiHeadAttention, x: Tensor, seed: int) -> _MeasuredLayer:
-    """Measure a layer; the gradient is that of a loss that is the same for every number of heads."""
+    """Measure a layer; the gradient is of a loss that has the same goal for every number of heads."""
     output = layer(x)
     goal = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed + 3), dtype=x.dtype)
     gradients = torch.autograd.grad((output - goal).square().mean(), list(layer.parameters()))
@@ -282,7 +277,7 @@ def _relative_difference(first: Tensor, second: Tensor) -> float:
 
 @torch.no_grad()
 def _list_intermediate_tensors(layer: MultiHeadAttention, x: Tensor) -> tuple[IntermediateTensor, ...]:
-    """Recompute the layer step by step, and list every shape."""
+    """Recompute the layer's forward pass step by step, and list the shape of every tensor."""
     heads = layer.num_heads
     wide, split = ("batch", "length", "heads*head_dim"), ("batch", "heads", "length", "head_dim")
     maps = ("batch", "heads", "queries", "keys")

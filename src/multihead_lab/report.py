@@ -46,7 +46,7 @@ def build_chapters(answers: LabResults, phrases: Phrases) -> tuple[Chapter, ...]
     return tuple(chapters)
 
 
-def _chapter(
+def _make_chapter(
     name: str,
     short_answer: str,
     paragraphs: Iterable[str],
@@ -57,9 +57,9 @@ def _chapter(
     draw: Callable[..., str] | None = None,
     **caption_values: object,
 ) -> Chapter:
-    """Build a chapter whose title, table caption and chart label are texts under its name.
+    """Make a chapter whose title, table caption and chart label are the texts `NAME.title`, `.caption` and `.label`.
 
-    `draw` draws the chart with the label as its argument; `caption_values` fill the placeholders of the caption.
+    `draw(label=...)` returns the chart as SVG; `caption_values` fill the placeholders of the caption.
     """
     table = Table(phrases.translate(f"{name}.caption", **caption_values), tuple(columns), tuple(rows))
     chart = None
@@ -69,7 +69,7 @@ def _chapter(
     return Chapter(name, phrases.translate(f"{name}.title"), short_answer, tuple(paragraphs), (table,), chart)
 
 
-def _bar(name: str, share: float, deviation: float | None, phrases: Phrases) -> Bar:
+def _make_bar(name: str, share: float, deviation: float | None, phrases: Phrases) -> Bar:
     return Bar(phrases.translate(f"bar.{name}"), BAR_CLASSES[name], share, deviation)
 
 
@@ -88,21 +88,21 @@ def _parameter_count_chapter(found: ParameterComparison, phrases: Phrases) -> Ch
         )
     alike = all(set(layer.torch_parameters) == set(layer.packed_parameters) for layer in layers)
     names = [parameter.name for parameter in packed]
-    rows = [(name, *(_shape_of(layer.packed_parameters, name) for layer in layers)) for name in names]
+    rows = [(name, *(_format_shape_of(layer.packed_parameters, name) for layer in layers)) for name in names]
     rows.append((translate("all together"), *totals))
     paragraphs = (
         translate("count.text", embed_dim=found.embed_dim),
         translate("count.torch same" if alike else "count.torch differ"),
     )
-    return _chapter("count", answer, paragraphs, (translate("parameter"), *head_counts), rows, phrases)
+    return _make_chapter("count", answer, paragraphs, (translate("parameter"), *head_counts), rows, phrases)
 
 
-def _shape_of(parameters: tuple[ParameterShape, ...], name: str) -> str:
+def _format_shape_of(parameters: tuple[ParameterShape, ...], name: str) -> str:
     return next((format_shape(each.shape) for each in parameters if each.name == name), "")
 
 
 def _shapes_chapter(found: ParameterComparison, phrases: Phrases) -> Chapter:
-    """Build the chapter on the shapes from input to output."""
+    """Build the chapter on the shapes of all tensors from the input to the output of a layer."""
     translate = phrases.translate
     heads = phrases.format_count("head", found.num_heads_of_tensors)
     sizes = {each.name: each.shape for each in found.intermediate_tensors}
@@ -113,7 +113,7 @@ def _shapes_chapter(found: ParameterComparison, phrases: Phrases) -> Chapter:
     answer = translate("shapes.answer", heads=heads, scores=format_shape(sizes["scores"]), length=found.length)
     paragraph = translate("shapes.text", head_dim=sizes["q_heads"][-1], embed_dim=found.embed_dim)
     columns = map(translate, ("tensor", "made by", "shape", "axes"))
-    return _chapter("shapes", answer, [paragraph], columns, rows, phrases, heads=heads)
+    return _make_chapter("shapes", answer, [paragraph], columns, rows, phrases, heads=heads)
 
 
 def _outputs_chapter(found: ParameterComparison, phrases: Phrases) -> Chapter:
@@ -134,8 +134,8 @@ def _outputs_chapter(found: ParameterComparison, phrases: Phrases) -> Chapter:
         name = translate("two counts", first=pair.first_num_heads, second=pair.second_num_heads)
         shares = {"output": pair.output_difference, "gradient": pair.gradient_difference}
         rows.append((name, *map(format_percent, shares.values()), format_rounding_error(pair.score_difference)))
-        groups.append((name, [_bar(each, share, None, phrases) for each, share in shares.items()]))
-    return _chapter(
+        groups.append((name, [_make_bar(each, share, None, phrases) for each, share in shares.items()]))
+    return _make_chapter(
         "outputs",
         answer,
         [translate("outputs.text", scores=format_rounding_error(largest))],
@@ -155,8 +155,8 @@ def _features_read_chapter(found: ParameterComparison, phrases: Phrases) -> Chap
         (
             phrases.format_count("head", layer.num_heads),
             str(layer.head_dim),
-            _range_of_values(layer.features_read_by_head),
-            _range_of_values(layer.features_read_by_head_of_split_input),
+            _format_range(layer.features_read_by_head),
+            _format_range(layer.features_read_by_head_of_split_input),
             f"{layer.parameters_with_split_input:,}",
             format_rounding_error(layer.difference_from_single_head_layers),
         )
@@ -164,7 +164,7 @@ def _features_read_chapter(found: ParameterComparison, phrases: Phrases) -> Chap
     ]
     columns = ("heads column", "columns of a head", "features read", "if cut", "numbers if cut", "independent")
     largest = max(layer.difference_from_single_head_layers for layer in found.layers)
-    return _chapter(
+    return _make_chapter(
         "reads",
         translate(key, features=found.embed_dim, least=min(read), most=max(read)),
         [translate("reads.text"), translate("reads.independent", difference=format_rounding_error(largest))],
@@ -174,7 +174,7 @@ def _features_read_chapter(found: ParameterComparison, phrases: Phrases) -> Chap
     )
 
 
-def _range_of_values(values: tuple[int, ...]) -> str:
+def _format_range(values: tuple[int, ...]) -> str:
     return str(values[0]) if min(values) == max(values) else f"{min(values)}–{max(values)}"
 
 
@@ -190,7 +190,7 @@ def _matches_chapter(found: VectorMatching, phrases: Phrases) -> Chapter:
             del shares["own"]
         cells = [format_mean_percent(share) for share in shares.values()]
         rows.append((content, noise, *cells, *[""] * (3 - len(cells))))
-        bars = [_bar(name, share.mean, share.deviation, phrases) for name, share in shares.items()]
+        bars = [_make_bar(name, share.mean, share.deviation, phrases) for name, share in shares.items()]
         groups.append((translate("content and noise", content=content, noise=noise), bars))
     paragraph = translate(
         "vectors.text",
@@ -202,17 +202,17 @@ def _matches_chapter(found: VectorMatching, phrases: Phrases) -> Chapter:
     )
     columns = [translate(key, **sizes) for key in ("content column", "noise", "long", "short", "own")]
     answer = _compare_long_and_short_rows(found, sizes, phrases)
-    return _chapter("vectors", answer, [paragraph], columns, rows, phrases, draw=partial(draw_bar_chart, groups))
+    return _make_chapter("vectors", answer, [paragraph], columns, rows, phrases, draw=partial(draw_bar_chart, groups))
 
 
 def _compare_long_and_short_rows(found: VectorMatching, sizes: dict[str, int], phrases: Phrases) -> str:
-    """Name the contents for which one long row, or several short ones, find more partners."""
+    """Name the kinds of content for which one long row finds more partners, and those for which short rows do."""
     translate = phrases.translate
     if any(match.by_long_row.deviation is None for match in found.matches):
         return translate("vectors.one seed")
     matches_by_winner: dict[str, list[MatchRates]] = {"long": [], "short": [], "level": []}
     for match in found.matches:
-        # The short rows count by the better of two scores: their mean, or the rows that carry the content.
+        # The short rows count by the better of two shares: that of all short rows, or of those that carry the content.
         short = max(match.by_all_short_rows, match.by_short_rows_with_content, key=lambda share: share.mean)
         winner = "long" if match.by_long_row.mean > short.mean else "short"
         matches_by_winner[winner if match.by_long_row.differs_from(short) else "level"].append(match)
@@ -229,7 +229,7 @@ def _compare_long_and_short_rows(found: VectorMatching, sizes: dict[str, int], p
 
 
 def _join_content_names(matches: list[MatchRates], found: VectorMatching, phrases: Phrases) -> str:
-    """List kinds of content, with the noise only if the result depends on it."""
+    """Join the names of kinds of content, with the noise where the result of a kind depends on the noise."""
     named = []
     for content in dict.fromkeys(match.content for match in matches):
         noises = [f"{match.query_noise:g}" for match in matches if match.content == content]
@@ -241,7 +241,7 @@ def _join_content_names(matches: list[MatchRates], found: VectorMatching, phrase
 
 
 def _lengths_chapter(found: VectorMatching, phrases: Phrases) -> Chapter:
-    """Build the chapter on the effect of the length of a row."""
+    """Build the chapter on how the length of a row changes how often its partner is found."""
     translate = phrases.translate
     first, last = found.lengths[0], found.lengths[-1]
     better = last.match_rate.mean > first.match_rate.mean and last.match_rate.differs_from(first.match_rate)
@@ -293,11 +293,11 @@ def _lengths_chapter(found: VectorMatching, phrases: Phrases) -> Chapter:
     )
     draw = partial(draw_line_chart, [curve], x_label=translate("columns axis"), x_ticks=lengths, logarithmic=True)
     noise = f"{found.length_noise:g}"
-    return _chapter("lengths", answer, [paragraph], columns, rows, phrases, draw=draw, noise=noise)
+    return _make_chapter("lengths", answer, [paragraph], columns, rows, phrases, draw=draw, noise=noise)
 
 
 def experiment_chapter(experiment: Experiment, answers: LabResults, phrases: Phrases) -> Chapter:
-    """Build the chapter of one task: the verdict, the numbers, the course of training, and the heads."""
+    """Build the chapter of one task: its best number of heads, its table, its learning curves, and its heads."""
     translate, name = phrases.translate, experiment.task
     task = find_task(name)
     facts = task.facts_per_row if isinstance(task, LookupTask) else 0
@@ -342,10 +342,10 @@ def copies_chapter(copies: Experiment, experiments: Sequence[Experiment], phrase
         )
         start, accuracies[name] = translate(f"start.{name}"), format_mean_percent(accuracy)
         rows.append((start, format_mean(before, 2), format_mean(after, 2), accuracies[name]))
-        groups.append((start, [_bar("right", accuracy.mean, accuracy.deviation, phrases)]))
+        groups.append((start, [_make_bar("right", accuracy.mean, accuracy.deviation, phrases)]))
     apart = max(model.head_distance_after for model in copies.models)
     key = "copies.answer" if apart == 0 else "copies.answer other"
-    return _chapter(
+    return _make_chapter(
         "copies",
         translate(key, apart=f"{apart:.2g}", **accuracies),
         [translate("copies.text"), *([translate("copies.equal")] if apart == 0 else [])],
@@ -357,7 +357,7 @@ def copies_chapter(copies: Experiment, experiments: Sequence[Experiment], phrase
 
 
 def _name_best_head_count(experiment: Experiment, phrases: Phrases) -> str:
-    """Name the best number of heads, and those that are worse by more than the spread."""
+    """Name the best number of heads, and the numbers of heads that are worse by more than the deviation over seeds."""
     translate, verdict = phrases.translate, experiment.compare_head_counts()
     accuracies = {summary.num_heads: summary.accuracy for summary in experiment.summarise_seeds()}
     heads = {num_heads: phrases.format_count("head", num_heads) for num_heads in accuracies}

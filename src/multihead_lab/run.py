@@ -12,11 +12,10 @@ import torch
 
 from multihead.errors import ArgumentError
 from multihead.layer.heads import head_dim_of
-from multihead_lab import training
 from multihead_lab.matching import VectorMatching, match_vectors
 from multihead_lab.parameters import ParameterComparison, compare_parameters
 from multihead_lab.tasks import Task, find_task
-from multihead_lab.training import Experiment, InitialHeads, run_experiment
+from multihead_lab.training import Experiment, InitialHeads, check_at_least_one, open_worker_pool, run_experiment
 
 __all__ = ["LAB_PARTS", "LabPart", "LabResults", "run_lab"]
 
@@ -34,12 +33,12 @@ class LabResults:
     Attributes:
         parameters: what the number of heads changes in a layer.
         experiments: the tasks, each trained with every number of heads.
-        experiment_with_copied_heads: the task "two" again, with 2 heads that start as copies of each other.
-        vector_matching: long rows against short ones.
+        experiment_with_copied_heads: the task "two", trained with 2 heads that start as copies of each other.
+        vector_matching: how often long rows and short rows find their partner.
         models_per_head_count, first_seed: models per number of heads, and the first seed.
         quick: whether training and matching were shortened.
         torch_version: the version of PyTorch.
-        seconds: the duration of all parts.
+        seconds: how long all parts took.
     """
 
     parameters: ParameterComparison | None
@@ -63,20 +62,19 @@ def run_lab(
     workers: int = 1,
     progress: LabProgress | None = None,
 ) -> LabResults:
-    """Count, train and measure.
+    """Count parameters, train small models, and match vectors.
 
     `seeds` are models per number of heads, and draws of the vectors. With `quick` training is half as long, and fewer
-    vectors are matched. `progress` is called with (name of the part, steps done, total steps).
+    vectors are matched. `progress` is called with (name of the part, models trained, total models).
 
     Raises:
-        ArgumentError: a part does not exist, seeds is less than 1, seed is negative, or a number of heads does not
-            divide the widths (512 and 32).
+        ArgumentError: a part does not exist, seeds or workers is less than 1, seed is negative, or a number of heads
+            does not divide the widths (512 and 32).
     """
     for part in parts:
         if part not in LAB_PARTS:
             raise ArgumentError(f"There is no part {part!r}.", f"Give some of {', '.join(LAB_PARTS)}.")
-    if seeds < 1:
-        raise ArgumentError(f"The number of seeds is {seeds}.", "Give at least 1.")
+    check_at_least_one(seeds=seeds, workers=workers)
     if seed < 0:
         raise ArgumentError(f"seed is {seed}.", "Give 0 or more.")
     if "tasks" in parts:  # rejected now, not after a minute of other work
@@ -92,7 +90,7 @@ def run_lab(
         counted = compare_parameters(heads=heads, seed=seed)
         report("parameters", 1, 1)
     if "tasks" in parts:
-        with training.open_worker_pool(workers) as pool:
+        with open_worker_pool(workers) as pool:
 
             def train(name: str, task: Task, heads: Sequence[int], start: InitialHeads) -> Experiment:
                 steps = task.steps // 2 if quick else task.steps

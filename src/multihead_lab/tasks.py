@@ -20,7 +20,7 @@ MAX_PICTURE_ROWS = 12  # questions in the picture of a lookup
 
 @dataclass(frozen=True, eq=False)
 class TaskBatch:
-    """Questions and answers.
+    """Random questions of a task, and their answers.
 
     Attributes:
         inputs: the arguments of the model.
@@ -39,8 +39,8 @@ class HeadMeasurement:
 
     Attributes:
         layer, head: indices of the head.
-        measures: shares of its weight on different targets, 0 to 1, and its entropy (nats).
-        weights: rows of weights, 0 to 1.
+        measures: shares of the weight of the head on different targets, 0 to 1, and its entropy (nats).
+        weights: rows of weights of the head, 0 to 1, for its picture.
     """
 
     layer: int
@@ -70,7 +70,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def chance_accuracy(self) -> float:
-        """Share of correct answers of random guessing."""
+        """Share of questions that random guessing answers correctly."""
 
     @abstractmethod
     def build_model(self, num_heads: int) -> nn.Module:
@@ -102,7 +102,7 @@ class LookupTask(Task):
         lookups_per_question: names per question, 1 or 2.
         num_names: number of different names.
         num_values: number of different values.
-        facts_per_row: facts per list.
+        facts_per_row: facts per list, from which a question asks one or two.
     """
 
     steps: int = 300
@@ -114,11 +114,11 @@ class LookupTask(Task):
 
     @property
     def chance_accuracy(self) -> float:
-        """Share of correct answers of random guessing: every value of a question must be correct."""
+        """Share of questions that random guessing answers correctly, with every value correct."""
         return float((1 / self.num_values) ** self.lookups_per_question)
 
     def build_model(self, num_heads: int) -> nn.Module:
-        """Build a model with this number of heads."""
+        """Build a model of one attention layer with `num_heads` heads."""
         return _LookupModel(self, num_heads)
 
     def draw_batch(self, samples: int, generator: torch.Generator) -> TaskBatch:
@@ -172,11 +172,11 @@ class InductionTask(Task):
 
     @property
     def chance_accuracy(self) -> float:
-        """Share of correct answers of random guessing."""
+        """Share of questions that random guessing answers correctly."""
         return 1 / self.vocabulary_size
 
     def build_model(self, num_heads: int) -> nn.Module:
-        """Build a model with this number of heads."""
+        """Build a model of two attention layers with `num_heads` heads each."""
         return _InductionModel(self, num_heads)
 
     def draw_batch(self, samples: int, generator: torch.Generator) -> TaskBatch:
@@ -187,7 +187,7 @@ class InductionTask(Task):
         row = tokens.gather(1, place % period)
         questions = (place >= period) & (place < self.length - 1)
         following = torch.cat([row[:, 1:], row[:, :1]], 1)
-        # The position after the latest earlier occurrence of the same token.
+        # The position after the latest earlier occurrence of the token of the question.
         targets = torch.where(questions, place + 1 - period, -1)
         return TaskBatch((row,), torch.where(questions, following, -1), targets)
 

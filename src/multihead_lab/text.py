@@ -38,18 +38,18 @@ class Table:
 
 @dataclass(frozen=True)
 class Chapter:
-    """One question and its answer.
+    """One question of the lab and its answer, as the page and the command show them.
 
     Attributes:
         name: the anchor on the page.
         title: the question.
         short_answer: the answer in a sentence or two, with the measured numbers.
         paragraphs: paragraphs that explain the answer.
-        tables: the numbers.
+        tables: the numbers from which the answer follows.
         chart: an SVG chart and its caption, or None.
-        pictured_task: the task whose heads are pictured here, or "".
-        head_paragraphs: paragraphs about these pictures.
-        head_tables: their numbers.
+        pictured_task: the task whose heads the chapter pictures, or "".
+        head_paragraphs: paragraphs about the pictures of heads.
+        head_tables: what the heads attend to, in numbers.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Phrases:
-    """The lab's texts in one language, by key and with {placeholders}."""
+    """The texts of a command or page in one language, by key and with {placeholders}."""
 
     texts_by_key: Mapping[str, str]
 
@@ -82,7 +82,7 @@ class Phrases:
         return self.translate(f"1 {noun}") if number == 1 else self.translate(f"{noun}s", n=number)
 
     def join_items(self, items: Iterable[str], last: str = "and") -> str:
-        """Join items: "1, 2 or 4".
+        """Join items by commas and a word before the last item, as in "1, 2 or 4".
 
         >>> load_phrases("en").join_items("124", "or")
         '1, 2 or 4'
@@ -126,7 +126,7 @@ def format_mean_percent(value: MeanOverSeeds) -> str:
 
 
 def format_rounding_error(value: float) -> str:
-    """Format a rounding error.
+    """Format a rounding error with two digits.
 
     >>> format_rounding_error(2.4424906541753444e-15)
     '2.4e-15'
@@ -135,7 +135,7 @@ def format_rounding_error(value: float) -> str:
 
 
 def format_shape(sizes: Sequence[int]) -> str:
-    """Format a shape.
+    """Format the shape of a tensor.
 
     >>> format_shape((512,))
     '(512)'

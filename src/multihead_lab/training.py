@@ -26,6 +26,7 @@ __all__ = [
     "InitialHeads",
     "SeedSummary",
     "TrainedModel",
+    "check_at_least_one",
     "open_worker_pool",
     "run_experiment",
     "train_model",
@@ -34,21 +35,21 @@ __all__ = [
 TrainingProgress = Callable[[int, int], None]
 InitialHeads = Literal["drawn", "copied"]
 
-CURVE_POINTS = 20  # points of a learning curve, besides its start
-TEST_QUESTIONS = 500  # test questions per point
+CURVE_POINTS = 20  # points of a learning curve after step 0
+TEST_QUESTIONS = 500  # test questions per point of a learning curve
 HEAD_QUESTIONS = 64  # questions on which the heads are measured
 LEARNED_ACCURACY = 0.9  # share of correct answers that counts as learned
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One point of a training.
+    """One point of a learning curve: a test of a model at one step of its training.
 
     Attributes:
-        step: number of steps done.
+        step: number of training steps done.
         loss: mean cross entropy on test questions, nats.
         accuracy: share of test questions answered correctly.
-        head_measurements: what every head attends to, at some moments; empty at others.
+        head_measurements: what every head attends to; empty where the heads were not measured.
     """
 
     step: int
@@ -59,14 +60,14 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The training of one model.
+    """A model that was trained, and how it learned.
 
     Attributes:
-        num_heads, seed: its number of heads and its seed.
+        num_heads, seed: the number of heads and the seed of the model.
         num_parameters: number of trained parameters.
         head_distance_before, head_distance_after: the largest distance between the weights of two heads of a layer, as
             a share of their norm, before training and after; 0 with one head.
-        learning_curve: the learning curve, from step 0.
+        learning_curve: the tests of the model, from step 0 to the last step.
     """
 
     num_heads: int
@@ -78,12 +79,12 @@ class TrainedModel:
 
     @property
     def final_accuracy(self) -> float:
-        """Share of correct answers at the end."""
+        """Share of test questions that the trained model answers correctly."""
         return self.learning_curve[-1].accuracy
 
     @property
     def final_heads(self) -> tuple[HeadMeasurement, ...]:
-        """What every head attends to at the end."""
+        """What every head attends to at the end of training."""
         return self.learning_curve[-1].head_measurements
 
     @property
@@ -94,14 +95,14 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class SeedSummary:
-    """All seeds of one number of heads.
+    """How the models with one number of heads learned, one model per seed.
 
     Attributes:
         num_heads: the number of heads.
-        accuracy: share of correct answers at the end.
-        accuracy_by_seed: share of correct answers of each seed at the end.
-        seeds_that_learned: number of seeds whose model answered 9 of 10 questions correctly at some step.
-        first_learned_step: the step at which these models first did; None if no model did.
+        accuracy: share of correct answers at the end of training.
+        accuracy_by_seed: share of correct answers of each model at the end of training.
+        seeds_that_learned: number of models that answered 9 of 10 questions correctly at some step.
+        first_learned_step: mean of the first such steps of these models; None if there is none.
     """
 
     num_heads: int
@@ -132,7 +133,7 @@ class Experiment:
         task: the name of the task.
         initial_heads: "drawn" if every head started with its own weights, "copied" if all started with the same.
         steps, batch_size, learning_rate: the settings of the training.
-        chance_accuracy: share of correct answers of random guessing.
+        chance_accuracy: share of questions that random guessing answers correctly.
         models: every model, by number of heads and seed.
     """
 
@@ -146,15 +147,15 @@ class Experiment:
 
     @property
     def head_counts(self) -> tuple[int, ...]:
-        """The numbers of heads, in order."""
+        """The numbers of heads that were trained, in their order."""
         return tuple(dict.fromkeys(training.num_heads for training in self.models))
 
     def models_with_head_count(self, num_heads: int) -> tuple[TrainedModel, ...]:
-        """Return the trainings with one number of heads."""
+        """Return the models with `num_heads` heads, one per seed."""
         return tuple(training for training in self.models if training.num_heads == num_heads)
 
     def summarise_seeds(self) -> tuple[SeedSummary, ...]:
-        """Summarise the seeds of each number of heads."""
+        """Summarise the models of each number of heads over their seeds."""
         found = []
         for num_heads in self.head_counts:
             models = self.models_with_head_count(num_heads)
@@ -166,7 +167,7 @@ class Experiment:
         return tuple(found)
 
     def compare_head_counts(self) -> HeadCountVerdict:
-        """Find the best number of heads at the end, and those that are worse by more than the spread."""
+        """Find the best number of heads, and the numbers that are worse by more than the deviation over seeds."""
         found = {summary.num_heads: summary.accuracy for summary in self.summarise_seeds()}
         best = max(found, key=lambda num_heads: found[num_heads].mean)
         others = [num_heads for num_heads in found if num_heads != best]
@@ -201,9 +202,7 @@ def run_experiment(
         progress: called with (models trained, total models).
     """
     steps = task.steps if steps is None else steps
-    for name, value in (("heads", len(heads)), ("seeds", seeds), ("steps", steps)):
-        if value < 1:
-            raise ArgumentError(f"The number of {name} is {value}.", "Give at least 1.")
+    check_at_least_one(heads=len(heads), seeds=seeds, steps=steps)
     wanted = [(num_heads, seed + index) for num_heads in heads for index in range(seeds)]
     # One call per model, the slowest first, so that no worker starts a slow one last.
     calls = {
@@ -227,11 +226,20 @@ def run_experiment(
     return Experiment(task.name, start, steps, task.batch_size, task.learning_rate, task.chance_accuracy, models)
 
 
+def check_at_least_one(**numbers: int) -> None:
+    """Reject numbers below 1; each keyword names what its number counts."""
+    for name, number in numbers.items():
+        if number < 1:
+            raise ArgumentError(f"The number of {name} is {number}.", "Give at least 1.")
+
+
 @contextmanager
 def open_worker_pool(number: int) -> Iterator[Executor | None]:
-    """Yield processes that train in parallel, or None for one: they start once, which takes seconds, for every task."""
-    if number < 1:
-        raise ArgumentError(f"The number of workers is {number}.", "Give at least 1.")
+    """Yield a pool of processes that train in parallel, or None if `number` is 1.
+
+    All experiments share the pool, because starting its processes takes seconds.
+    """
+    check_at_least_one(workers=number)
     if number == 1:
         yield None
         return
@@ -262,7 +270,7 @@ def train_model(
     [0, 1, 2, 3, 4]
     """
     steps = task.steps if steps is None else steps
-    with _one_thread(), torch.random.fork_rng(devices=[]):
+    with _use_one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = task.build_model(num_heads)
         if start == "copied":
@@ -275,7 +283,7 @@ def train_model(
         learning_curve = []
         for step in range(steps + 1):
             if step in stops:
-                learning_curve.append(_test_at_step(task, model, step, look=step in pictured))
+                learning_curve.append(_test_model(task, model, step, look=step in pictured))
             if step < steps:
                 batch = task.draw_batch(task.batch_size, questions)
                 loss = _cross_entropy(model(*batch.inputs), batch.answers)
@@ -324,8 +332,8 @@ def _cross_entropy(logits: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _test_at_step(task: Task, model: nn.Module, step: int, *, look: bool) -> CurvePoint:
-    """Test a model on fixed questions, the same at every moment and for every model."""
+def _test_model(task: Task, model: nn.Module, step: int, *, look: bool) -> CurvePoint:
+    """Test a model on fixed questions, which are the same at every step and for every model."""
     fixed = torch.Generator().manual_seed(2**30)
     batch = task.draw_batch(TEST_QUESTIONS, fixed)
     logits = model(*batch.inputs)
@@ -334,8 +342,8 @@ def _test_at_step(task: Task, model: nn.Module, step: int, *, look: bool) -> Cur
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run the block on one thread: sums over several threads round differently."""
+def _use_one_thread() -> Iterator[None]:
+    """Let torch compute a block on one thread, because sums over several threads round differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

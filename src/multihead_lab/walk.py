@@ -23,7 +23,7 @@ WalkPart = Literal["split", "attention"]
 
 @dataclass(frozen=True)
 class WalkSizes:
-    """The sizes of a walk, already checked.
+    """The checked sizes of a walk.
 
     Attributes:
         batch, length, model_dim, num_heads: the arguments of `walk`; length is in tokens, model_dim
@@ -43,7 +43,7 @@ class WalkSizes:
 
     @property
     def scale(self) -> float:
-        """The factor of the scores."""
+        """The factor that scales the scores, 1 / sqrt(head_dim)."""
         return 1 / math.sqrt(self.head_dim)
 
     @property
@@ -57,10 +57,10 @@ class WalkStep:
     """One tensor of the walk and the code that computed it.
 
     Attributes:
-        part: the part of the walk it belongs to.
-        name: its name in the code of later steps.
-        code: the expression that computed it; ``seeded`` is the walk's random generator.
-        axes: one name per axis.
+        part: the part of the walk that the tensor belongs to.
+        name: the name of the tensor in the code of later steps.
+        code: the expression that computed the tensor; ``seeded`` is the walk's random generator.
+        axes: one name per axis of the tensor.
         tensor: the values.
         head_axis: the axis along which heads vary, or None if heads are mixed.
         head_of_entry: the head of each entry along ``head_axis``.
@@ -145,29 +145,8 @@ def walk(
     >>> steps["lengths_per_head"].tensor.tolist()
     [3, 3, 3, 2, 2, 2]
     """
-    sizes = _checked_sizes(batch, length, model_dim, num_heads, lengths, seed)
-    if bias not in ("distance", "none"):
-        raise ArgumentError(
-            f"bias is {bias!r}, and must be 'distance' or 'none'.",
-            "Give 'distance' for a bias that grows with distance, or 'none'.",
-        )
-    steps: dict[str, WalkStep] = {}
-    _record_split(sizes, steps)
-    _record_projections(sizes, steps)
-    _record_attention(sizes, steps, bias)
-    return Walk(sizes, tuple(steps.values()), _sdpa_difference(sizes, steps))
-
-
-def _checked_sizes(
-    batch: int,
-    length: int,
-    model_dim: int,
-    num_heads: int,
-    lengths: Sequence[int] | None,
-    seed: int,
-) -> WalkSizes:
-    sizes = {"batch": batch, "length": length, "model_dim": model_dim, "num_heads": num_heads}
-    for name, size in sizes.items():
+    counts = {"batch": batch, "length": length, "model_dim": model_dim, "num_heads": num_heads}
+    for name, size in counts.items():
         if size < 1:
             raise ArgumentError(f"{name} is {size}, and must be at least 1.", "Give 1 or more.")
     largest = max(batch * length * model_dim, batch * num_heads * length * length, model_dim * model_dim)
@@ -194,11 +173,21 @@ def _checked_sizes(
                 "the length of the sequence.",
                 "Give a length in that range.",
             )
-    return WalkSizes(batch, length, model_dim, num_heads, head_dim, tuple(lengths), seed)
+    if bias not in ("distance", "none"):
+        raise ArgumentError(
+            f"bias is {bias!r}, and must be 'distance' or 'none'.",
+            "Give 'distance' for a bias that grows with distance, or 'none'.",
+        )
+    sizes = WalkSizes(batch, length, model_dim, num_heads, head_dim, tuple(lengths), seed)
+    steps: dict[str, WalkStep] = {}
+    _record_split(sizes, steps)
+    _record_projections(sizes, steps)
+    _record_attention(sizes, steps, bias)
+    return Walk(sizes, tuple(steps.values()), _sdpa_difference(sizes, steps))
 
 
 def _step_recorder(part: WalkPart, sizes: WalkSizes, steps: dict[str, WalkStep]) -> Callable[..., Tensor]:
-    """Return a function that adds a step of this part to `steps` and returns its tensor.
+    """Return a function that adds a step to `steps`, as a step of `part`, and returns the tensor of the step.
 
     The heads of a step follow from the names of its axes, unless its entries mix several heads.
     """
@@ -265,7 +254,7 @@ def _record_projections(sizes: WalkSizes, steps: dict[str, WalkStep]) -> None:
 
 
 def _record_attention(sizes: WalkSizes, steps: dict[str, WalkStep], bias: Literal["distance", "none"]) -> None:
-    """Compute the steps from scores to output, with heads folded into the batch."""
+    """Compute the steps from the scores to the output, with heads folded into the batch."""
     record = _step_recorder("attention", sizes, steps)
     b, n, h, d = sizes.batch, sizes.length, sizes.num_heads, sizes.head_dim
     q_heads, k_heads, v_heads, w_o = (steps[name].tensor for name in ("q_heads", "k_heads", "v_heads", "w_o"))
@@ -312,7 +301,7 @@ def _sdpa_difference(sizes: WalkSizes, steps: dict[str, WalkStep]) -> float:
 
 @dataclass(frozen=True)
 class WalkChapter:
-    """One numbered chapter of the walk: its part and the tensors it shows; its texts are `walk.chapter` in a locale."""
+    """One chapter of the walk: its part and the steps that it shows; its texts are `walk.chapter.NAME` in a locale."""
 
     part: str
     name: str

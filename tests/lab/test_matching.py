@@ -68,7 +68,7 @@ def test_a_single_seed_is_never_apart_and_a_share_has_at_least_its_binomial_erro
     assert not MeanOverSeeds(0.1, None).differs_from(MeanOverSeeds(0.9, 0.0))
     assert not MeanOverSeeds(0.9, 0.0).differs_from(MeanOverSeeds(0.1, None))
     half, close, far = (MeanOverSeeds.from_values([share, share], questions=500) for share in (0.5, 0.53, 0.55))
-    assert half.error == pytest.approx((0.25 / 500) ** 0.5)
+    assert half.binomial_error == pytest.approx((0.25 / 500) ** 0.5)
     assert half.deviation == 0
     assert not half.differs_from(close)  # 0.03 is less than 2 * 0.0224
     assert half.differs_from(far)

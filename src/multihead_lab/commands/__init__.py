@@ -4,7 +4,7 @@ from multihead.errors import ArgumentError
 
 
 def parse_whole_numbers(name: str, given: str, example: str) -> tuple[int, ...]:
-    """Return the whole numbers of an option, which may have Chinese commas between them."""
+    """Return the whole numbers of a command line option, which are separated by commas, English or Chinese ones."""
     try:
         return tuple(int(entry) for entry in given.replace("，", ",").split(","))
     except ValueError:

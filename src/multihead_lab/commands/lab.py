@@ -36,19 +36,19 @@ Examples:
 MAX_TABLE_WIDTH = 110
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
 @lang_option
 @click.option(
     "--only",
     type=click.Choice(["parameters", "tasks", "vectors"]),
     help="Only what can be counted, what must be trained, or the matching of vectors.  [default: all]",
 )
-@click.option("--heads", metavar="N,N,...", default="1,2,4,8", show_default=True, help="Head counts to compare.")
-@click.option("--seeds", type=int, default=5, show_default=True, help="Models per head count.")
-@click.option("--seed", type=int, default=0, show_default=True, help="The first seed.")
+@click.option("--heads", metavar="N,N,...", default="1,2,4,8", help="Head counts to compare.")
+@click.option("--seeds", type=int, default=5, help="Models per head count.")
+@click.option("--seed", type=int, default=0, help="The first seed.")
 @click.option("--quick", is_flag=True, help="Train half as long, and match fewer vectors.")
 @click.option("--workers", type=int, help="Processes that train side by side.  [default: one per core, at most 8]")
-@click.option("--out", default="lab.html", show_default=True, metavar="FILE", help="The page to write.")
+@click.option("--out", default="lab.html", metavar="FILE", help="The page to write.")
 def lab(
     *,
     lang: str,
@@ -69,9 +69,6 @@ def lab(
     check_writable([out])
     counts = _parse_head_counts(heads)
     require("jinja2", purpose="The lab", extra="lab")
-    if workers is not None and workers < 1:
-        raise ArgumentError(f"The number of workers is {workers}.", "Give at least 1.")
-
     # Imported here, so that --help does not load torch.
     from rich.console import Console
 
@@ -116,7 +113,7 @@ def _parse_head_counts(heads: str) -> tuple[int, ...]:
 
 
 def _print_chapter(console: Console, number: int, chapter: Chapter, phrases: Phrases) -> None:
-    """Print one chapter: the question, the answer, the text, the tables."""
+    """Print one chapter of the lab: its question, its short answer, its paragraphs and its tables."""
     console.print()
     print_sentence(console, f"{number}. {chapter.title}", style="bold")
     print_sentence(console, chapter.short_answer, style="cyan", indent=3)
@@ -134,14 +131,14 @@ def _print_chapter(console: Console, number: int, chapter: Chapter, phrases: Phr
 
 
 def _print_table(console: Console, table: Table) -> None:
-    """Print one table, as wide as it needs and the terminal allows."""
+    """Print one table of a chapter, at most as wide as the terminal and `MAX_TABLE_WIDTH`."""
     from rich import box
     from rich.padding import Padding
     from rich.table import Table as Drawn
     from rich.text import Text
 
     drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", show_edge=False, padding=(0, 1, 0, 0))
-    numeric = [all(_is_number(row[place]) for row in table.rows) for place in range(len(table.columns))]
+    numeric = [all(_looks_like_number(row[place]) for row in table.rows) for place in range(len(table.columns))]
     for place, column in enumerate(table.columns):
         justify: Literal["left", "right"] = "right" if numeric[place] and place else "left"
         drawn.add_column(Text(column, justify=justify), justify=justify, overflow="fold")
@@ -153,5 +150,5 @@ def _print_table(console: Console, table: Table) -> None:
     console.print(Padding(drawn, (0, 0, 0, 3)), markup=False, soft_wrap=False, width=width)
 
 
-def _is_number(cell: str) -> bool:
+def _looks_like_number(cell: str) -> bool:
     return not cell or cell[0].isdigit() or cell[0] in "–-"

@@ -43,32 +43,27 @@ Examples:
 """
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES, context_settings={"show_default": True})
 @lang_option
 @click.option(
     "--part",
     type=click.Choice(["all", "split", "attention"]),
     default="all",
-    show_default=True,
     help="All, only the split of heads, or only the attention.",
 )
-@click.option("--batch", type=int, default=2, show_default=True, help="Samples.")
-@click.option("--length", type=int, default=3, show_default=True, help="Positions of each sample.")
-@click.option("--model-dim", type=int, default=6, show_default=True, help="Columns, shared by the heads.")
-@click.option("--heads", type=int, default=3, show_default=True, help="Heads; they must divide --model-dim.")
+@click.option("--batch", type=int, default=2, help="Samples.")
+@click.option("--length", type=int, default=3, help="Positions of each sample.")
+@click.option("--model-dim", type=int, default=6, help="Columns, shared by the heads.")
+@click.option("--heads", type=int, default=3, help="Heads; they must divide --model-dim.")
 @click.option(
     "--lengths",
     metavar="N,N,...",
     help="Tokens of each sample that are not padding, such as 3,2.  [default: one fewer per sample]",
 )
 @click.option(
-    "--bias",
-    type=click.Choice(["distance", "none"]),
-    default="distance",
-    show_default=True,
-    help="The term added to the scores.",
+    "--bias", type=click.Choice(["distance", "none"]), default="distance", help="The term added to the scores."
 )
-@click.option("--seed", type=int, default=1, show_default=True, help="Seed of the random projections.")
+@click.option("--seed", type=int, default=1, help="Seed of the random projections.")
 def walk(
     *,
     lang: str,
@@ -173,20 +168,20 @@ class _WalkPrinter:
         self.console.print()
         self.console.print(f"{number:>2} {title}", style="bold", markup=False)
         self._print_text(passage, indent=INDENT)
-        for sentence in self._remarks_at_these_sizes(chapter):
+        for sentence in self._remarks_on_sizes(chapter):
             self._print_text(sentence, indent=INDENT)
         for name in chapter.step_names:
             self._print_step(self.steps[name])
         if line := self._compute_by_hand(chapter.name):
             self._print_text(self.translate("by hand") + line, indent=INDENT)
 
-    def _remarks_at_these_sizes(self, chapter: WalkChapter) -> list[str]:
-        """Return the remarks that apply only at these sizes."""
+    def _remarks_on_sizes(self, chapter: WalkChapter) -> list[str]:
+        """Return the sentences about a chapter that hold only for some sizes of the walk."""
         sizes = self.steps.sizes
         if chapter.name == "by_head" and sizes.length == sizes.num_heads:
             return [self.translate("same shape", shape=tuple(self.steps["by_head"].tensor.shape))]
         if chapter.name == "wrong":
-            if self._is_merge_trivial():
+            if self._has_nothing_to_mix():
                 return [self.translate("unmixed")]
             right, wrong = (self.steps[name].tensor[0, 0] for name in ("by_head", "wrong"))
             compared = [self.translate("mixed compare", right=right.tolist(), wrong=wrong.tolist())]
@@ -202,7 +197,7 @@ class _WalkPrinter:
         from multihead_lab.commands.tensor_view import draw_step, format_shape_with_axes
 
         self.console.print()
-        # Break code at an operator, not within a list of arguments.
+        # Lines of code break at operators, not within a list of arguments.
         code = f"{step.name} = {step.code}".replace(", ", ",¤")
         for number, line in enumerate(wrap_words(code, self.width - 2 * INDENT)):
             indent = " " * (2 * INDENT if number else INDENT)
@@ -218,7 +213,7 @@ class _WalkPrinter:
             num_heads=self.steps.sizes.num_heads,
             entries=entries,
             width=self.width - INDENT,
-            notes=self._sources_of_wrong_rows() if step.name == "wrong" and not self._is_merge_trivial() else None,
+            notes=self._sources_of_wrong_rows() if step.name == "wrong" and not self._has_nothing_to_mix() else None,
         )
         for row in drawing.lines:
             self.console.print(Text(" " * INDENT).append_text(row))
@@ -230,7 +225,7 @@ class _WalkPrinter:
     def _entry_name(self, axis: str, index: int) -> str:
         return self.translate(f"entry.{axis}", n=index)
 
-    def _is_merge_trivial(self) -> bool:
+    def _has_nothing_to_mix(self) -> bool:
         return 1 in (self.steps.sizes.length, self.steps.sizes.num_heads)
 
     def _sources_of_wrong_rows(self) -> RowNotes:
@@ -242,7 +237,7 @@ class _WalkPrinter:
         }
 
     def _compute_by_hand(self, chapter: str) -> str:
-        """Write out one entry of a chapter as a sum; "" where no sum is written out."""
+        """Write out one entry of a chapter's tensor as a sum, such as a score; "" for a chapter without such a sum."""
         from multihead_lab.commands.tensor_view import number_formatter
 
         sizes = self.steps.sizes
