@@ -33,10 +33,17 @@ USERS = {
     "census": ("cli/census.py",),
     "census page": (
         "viewer/census_page.py",
+        "viewer/page.py",
         "viewer/static/census/*.js",
         "viewer/static/[cs]*/*.html",
     ),
-    "series": ("viewer/series_page.py", "viewer/static/series/*.js", "viewer/static/series/*.html", TEMPLATE),
+    "series": (
+        "viewer/series_page.py",
+        "viewer/page.py",
+        "viewer/static/series/*.js",
+        "viewer/static/series/*.html",
+        TEMPLATE,
+    ),
     "lab": ("multihead_lab/**/*.py", "multihead_lab/static/*.js", "multihead_lab/static/*.html", TEMPLATE),
     "walk": ("multihead_lab/commands/walk.py", "multihead_lab/walk.py", "multihead_lab/text.py"),
 }
