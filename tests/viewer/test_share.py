@@ -14,7 +14,7 @@ from multihead.errors import ArgumentError
 from multihead.record.texts import Text
 from multihead.viewer.payload import RecordedRun, describe_run, describe_sample
 from multihead.viewer.share import SharedHead, name_shared_file, shared_page
-from multihead.viewer.tiles import fine_tile, weights_of_query
+from multihead.viewer.tiles import fine_tile, weights_of_queries
 from tests.viewer.page import Page
 from tests.viewer.serving import Served, serving
 from tests.viewer.watching import watch
@@ -80,7 +80,10 @@ def test_the_weights_of_the_queries_around_the_chosen_one_are_in_the_file() -> N
     page = Page(written(a_head(1, 0)))
     rows = page.arrays["0/1/0 rows"]
     assert rows["first"] <= 50 < rows["first"] + rows["shape"][0]
-    assert same(values(page, "0/1/0 rows")[50 - rows["first"]], weights_of_query(RUN.record.layers[1].sample(0), 0, 50))
+    assert same(
+        values(page, "0/1/0 rows")[50 - rows["first"]],
+        weights_of_queries(RUN.record.layers[1].sample(0), 0, slice(50, 51))[0],
+    )
 
 
 def test_a_smaller_limit_leaves_out_finer_levels_and_keeps_the_single_weights_in_view() -> None:

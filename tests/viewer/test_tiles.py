@@ -22,7 +22,7 @@ from multihead.viewer.tiles import (
     fine_tile,
     maps_of_all_heads,
     tiles_per_side,
-    weights_of_query,
+    weights_of_queries,
 )
 from tests.viewer.test_levels import KINDS
 from tests.viewer.watching import block_means, watch
@@ -63,13 +63,15 @@ def test_small_maps_are_those_of_every_head() -> None:
 
 def test_a_row_is_one_querys_weights_with_the_hidden_ones_absent() -> None:
     sample = watch(mask=masks.Causal()).layers[0].sample()
-    found = weights_of_query(sample, 1, 5)
+    found = weights_of_queries(sample, 1, slice(5, 6))[0]
     assert found.dtype == np.float32
     assert np.isnan(found[6:]).all()
     np.testing.assert_array_equal(found[:6], sample.weights(1, queries=slice(5, 6))[0, :6].numpy())
     apart = watch(**KINDS["heads apart"]).layers[0].sample()
     for head in range(2):
-        np.testing.assert_array_equal(~np.isnan(weights_of_query(apart, head, 9)), apart.visible()[head, 9].numpy())
+        np.testing.assert_array_equal(
+            ~np.isnan(weights_of_queries(apart, head, slice(9, 10))[0]), apart.visible()[head, 9].numpy()
+        )
 
 
 class TestTheCache:

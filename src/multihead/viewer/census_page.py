@@ -26,7 +26,7 @@ from multihead.record.analysis.highlights import LayerKinds
 from multihead.record.summaries import SummaryName
 from multihead.viewer.columns import describe_column, legend_of_kinds
 from multihead.viewer.page import number_or_none, numbers_or_none, render_heads_page
-from multihead.viewer.payload import statistic_per_head
+from multihead.viewer.payload import statistics_per_head
 
 if TYPE_CHECKING:
     from multihead.counting.result import Census
@@ -154,10 +154,9 @@ def _data_of_run(
         "command": _viewer_command_parts(run),
         "numbers": {name: _summaries_of_heads(run, heads, name) for name in axes},
         "bars": {name: _histogram_bars_per_head(run, heads, name, of_heads) for name, of_heads in axes.items()},
-        "chance": {
-            name: statistic_per_head(chance, [len(one.kinds) for one in profiles], name, SIGNIFICANT_DIGITS)
-            for name in dict.fromkeys(chain(*chance))
-        },
+        "chance": statistics_per_head(
+            chance, [len(one.kinds) for one in profiles], dict.fromkeys(chain(*chance)), SIGNIFICANT_DIGITS
+        ),
         "kinds": [names for one in profiles for names in one.kinds] if any(one.evidence for one in profiles) else [],
         "found": _heads_per_kind(run),
     }
@@ -256,11 +255,9 @@ def _axis_limits_per_head(runs: list[Census], name: str, number_format: str) -> 
         rows = [(run, run.row_of_head[layer, name, head]) for run in runs if (layer, name, head) in run.row_of_head]
         low = min([0.0, *(float(run.numbers["minimum"][row]) for run, row in rows)])
         high = max([low, *(float(run.numbers["maximum"][row]) for run, row in rows)])
-        found.append(
-            (0.0, 1.0)
-            if number_format == SHARE_FORMAT and low >= 0 and high <= 1.001
-            else (low, high if high > low else low + 1)
-        )
+        if number_format == SHARE_FORMAT and low >= 0 and high <= 1.001:
+            high = 1.0
+        found.append((low, high if high > low else low + 1))
     return found
 
 
@@ -288,9 +285,8 @@ def _histogram_bars_per_head(
             found.append(None)
             continue
         values, counts = run.histogram(layer, head, name)
-        bars = np.zeros(BARS_PER_HISTOGRAM)
         place = ((values - low) / (high - low) * BARS_PER_HISTOGRAM).astype(np.int64).clip(0, BARS_PER_HISTOGRAM - 1)
-        np.add.at(bars, place, counts)
+        bars = np.bincount(place, counts, minlength=BARS_PER_HISTOGRAM)
         found.append(numbers_or_none(bars / max(1, counts.sum()), SIGNIFICANT_DIGITS))
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,10 +152,13 @@ class PageText:
     @classmethod
     def from_text(cls, text: Text, length: int) -> PageText:
         """Convert a recorded text of `length` tokens to a text of the page."""
-        if text.tokens is None:
-            return cls(length, special=text.special)
-        layout = layout_of_tokens(text.tokens, special=text.special, gaps=text.gaps)
-        return cls(length, text.tokens, text.special, layout)
+        tokens, special = text.tokens, text.special
+        return cls(
+            length,
+            tokens,
+            special,
+            None if tokens is None else layout_of_tokens(tokens, special=special, gaps=text.gaps),
+        )
 
 
 def texts_of_record(record: Record, sample: int) -> list[PageText]:
@@ -209,7 +212,7 @@ def describe_sample(
         profiles=profiles,
         among=record.all_kinds,
     )
-    heads = [len(one.kinds) for one in profiles]
+    heads, ids = [len(one.kinds) for one in profiles], [one["id"] for one in columns]
     return {
         "lead": lead_sentence(record, profiles, main.length, sample=sample, lang=lang),
         "facts": facts_of_record(
@@ -222,19 +225,13 @@ def describe_sample(
         "layers": layers,
         "noMaps": "" if any(layer["maps"] for layer in layers) else text("page.no maps", lang),
         "kinds": [kinds for one in profiles for kinds in one.kinds],
-        "metrics": {
-            one["id"]: statistic_per_head([profile.means for profile in profiles], heads, one["id"]) for one in columns
-        },
-        "chance": {
-            one["id"]: statistic_per_head([profile.chance for profile in profiles], heads, one["id"])
-            for one in columns
-            if any(one["id"] in profile.chance for profile in profiles)
-        },
+        "metrics": statistics_per_head([one.means for one in profiles], heads, ids),
+        "chance": statistics_per_head([one.chance for one in profiles], heads, ids),
         "columns": columns,
         "unrecorded": unrecorded,
         "findings": [asdict(one) for one in found],
         # The largest possible entropy of each head, nats; None where the class of the mask is unknown.
-        "full": statistic_per_head([{"full": one.visibility.largest_entropy} for one in profiles], heads, "full"),
+        **statistics_per_head([{"full": one.visibility.largest_entropy} for one in profiles], heads, ["full"]),
         "legend": legend_of_kinds(record.all_kinds, profiles, lang, bound=not all(layer["rows"] for layer in layers)),
     }
 
@@ -461,18 +458,23 @@ def _sole_special_token(main: PageText) -> str:
     return escape_controls(found.pop()) if len(found) == 1 else ""
 
 
-def statistic_per_head(
-    statistics: Sequence[Mapping[str, Tensor]], heads: Sequence[int], name: str, digits: int = 6
-) -> list[float | None]:
-    """Return a statistic of every head, layer after layer; None where it is missing or not finite.
+def statistics_per_head(
+    statistics: Sequence[Mapping[str, Tensor]], heads: Sequence[int], names: Iterable[str], digits: int = 6
+) -> dict[str, list[float | None]]:
+    """Return name -> the statistic of every head, layer after layer; None where it is missing or not finite.
 
     Args:
         statistics: per layer, name of a statistic -> (heads,).
         heads: number of heads per layer.
-        name: name of the statistic.
+        names: names of statistics; those that no layer has are left out.
         digits: significant digits of the numbers.
     """
-    found: list[float | None] = []
-    for of_layer, num_heads in zip(statistics, heads, strict=True):
-        found += numbers_or_none(of_layer[name], digits) if name in of_layer else [None] * num_heads
-    return found
+    return {
+        name: [
+            number
+            for of_layer, num_heads in zip(statistics, heads, strict=True)
+            for number in (numbers_or_none(of_layer[name], digits) if name in of_layer else [None] * num_heads)
+        ]
+        for name in names
+        if any(name in of_layer for of_layer in statistics)
+    }

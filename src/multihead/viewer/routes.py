@@ -48,7 +48,7 @@ from multihead.viewer.tiles import (
     maps_of_all_heads,
     raise_if_cancelled,
     tiles_per_side,
-    weights_of_query,
+    weights_of_queries,
 )
 
 if TYPE_CHECKING:
@@ -194,7 +194,9 @@ class Viewer(WebSite):
         *_, head, one = self._requested_head(request)
         _require_map(one)
         query = parse_number("query", request.query_params.get("query"), below=one.num_queries)
-        return floats_response(await self.compute(request, self.workers, lambda _: weights_of_query(one, head, query)))
+        queries = slice(query, query + 1)
+        weights = await self.compute(request, self.workers, lambda _: weights_of_queries(one, head, queries))
+        return floats_response(weights[0])
 
     async def margin(self, request: Request) -> Response:
         """Return a statistic per key or per query, which is drawn at a margin of a head's map."""

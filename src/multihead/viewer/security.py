@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 
 if TYPE_CHECKING:
@@ -79,9 +80,9 @@ class AccessGuard:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                present = {name.lower() for name, _ in message["headers"]}
-                more = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
-                message["headers"] = [*message["headers"], *(each for each in more if each[0] not in present)]
+                headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         refused = self._response_if_refused(scope)

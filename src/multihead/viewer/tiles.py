@@ -79,12 +79,6 @@ def maps_of_all_heads(sample: SampleRecord, level: int, *, cancelled: IsCancelle
     return means
 
 
-def weights_of_query(sample: SampleRecord, head: int, query: int) -> Array:
-    """Compute one query's weights: (keys,) float32, NaN = masked."""
-    row: Array = weights_of_queries(sample, head, slice(query, query + 1))[0]
-    return row
-
-
 def weights_of_queries(sample: SampleRecord, head: int, queries: slice) -> Array:
     """Compute the weights of some queries: (queries, keys) float32, NaN = masked."""
     values: Array = visible_weights(sample, head, queries=queries).float().numpy()
