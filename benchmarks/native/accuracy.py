@@ -46,5 +46,5 @@ def _both(length: int, dim: int, *, causal: bool) -> tuple[AttentionResult, Defi
     """Compute one call with the native kernel and in float64."""
     q, k, v = inputs(1, length, dim, "fp32")
     mask = masks.Causal() if causal else masks.Full()
-    request = replace(request_of(q, k, v, mask), wanted_parts=STATISTICS)
+    request = replace(request_of(q, k, v, mask), requested_statistics=STATISTICS)
     return kernel.attend(request, bounds_of(request)), defined(q, k, v, mask)

@@ -194,7 +194,7 @@ def statistics(kind: str, length: int, dim: int, dtype: str, *, rising: bool = F
     request = request_of(q, k, v, mask)
     bounds = bounds_of(request)
     watched = replace(
-        request, wanted_parts=PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT}
+        request, requested_statistics=PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT}
     )  # these need the special keys as an input
     right = defined(q, k, v, mask)
 

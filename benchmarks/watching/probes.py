@@ -113,7 +113,7 @@ def _share(
             PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT}
         )
     left = [probe for probe in probes if not probe.parts <= on_the_way]
-    watched = replace(request, wanted_parts=on_the_way)
+    watched = replace(request, requested_statistics=on_the_way)
 
     def forward() -> object:
         return scaled_dot_product_attention(request.q, request.k, request.v, is_causal=True, enable_gqa=True)

@@ -26,15 +26,15 @@ from multihead.kernels.call import (
     AttentionResult,
     CallOrigin,
     listeners,
-    parts_wanted_by_listeners,
     publish,
+    statistics_requested_by_listeners,
 )
 from multihead.kernels.choose import KERNELS, plan_call
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.explanation import Explanation, explain_request
 from multihead.kernels.native import eager
 from multihead.kernels.nonfinite import make_rows_nan, may_overflow, replace_nonfinite
-from multihead.kernels.quantised import Scales
+from multihead.kernels.quantised import Int8Scales
 from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks import Full, Mask
@@ -349,7 +349,7 @@ def _request_of_arguments(
     """
     if unknown:
         raise_unknown_keywords(function, unknown, FUNCTION_REPLACEMENTS)
-    dims = None if isinstance(q, Tensor) and q.dim() == 4 else BatchDims.of(q)
+    dims = None if isinstance(q, Tensor) and q.dim() == 4 else BatchDims.from_query(q)
     if dims is not None:
         q, k, v = dims.flatten("q", q), dims.flatten("k", k), None if v is None else dims.flatten("v", v)
         mask, bias, softcap, sinks, scale, dropout, start = options
@@ -372,7 +372,7 @@ def request_of(
     more_keys_later: bool = False,
     mask_fits: bool = False,
     origin: CallOrigin | None = None,
-    scales: Scales | None = None,
+    scales: Int8Scales | None = None,
 ) -> AttentionRequest:
     """Build a request: check the arguments of `attention` and fill in missing ones.
 
@@ -449,7 +449,7 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
         return sequence.attend(request, kernel=kernel)
     heard = published and bool(listeners()) and not is_traced()  # a traced tensor has no values for listeners
     if heard:
-        request = replace(request, wanted_parts=parts_wanted_by_listeners())
+        request = replace(request, requested_statistics=statistics_requested_by_listeners())
     bounds, chosen = plan_call(request, kernel=kernel)
     if request.scales is not None and not chosen.reads_int8(request):
         request = request.with_dequantised_keys()

@@ -237,7 +237,7 @@ def test_a_layer_that_has_run_can_be_copied_and_saved_without_its_last_weights()
 class Ear:
     """Records the calls that are published."""
 
-    wanted_parts: frozenset[str] = frozenset()
+    requested_statistics: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []

@@ -186,7 +186,7 @@ def test_a_call_with_weights_is_published_once_and_without_dropout(dropout: floa
     calls: list[AttentionCall] = []
 
     class Calls:
-        wanted_parts = frozenset[str]()
+        requested_statistics = frozenset[str]()
 
         def receive(self, call: AttentionCall) -> None:
             calls.append(call)

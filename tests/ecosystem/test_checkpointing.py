@@ -37,7 +37,7 @@ class Ear:
     """A listener that wants something, and counts what it hears."""
 
     def __init__(self, *wanted: str) -> None:
-        self.wanted_parts = frozenset(wanted)
+        self.requested_statistics = frozenset(wanted)
         self.calls: list[AttentionCall] = []
 
     def receive(self, call: AttentionCall) -> None:
@@ -105,7 +105,7 @@ def test_a_checkpointed_layer_keeps_neither_queries_nor_keys_nor_values(way: str
     class Tag:
         """Notes the memory of what a call was given, without keeping it."""
 
-        wanted_parts: frozenset[str] = frozenset()
+        requested_statistics: frozenset[str] = frozenset()
         noted: list[weakref.ref[torch.UntypedStorage]] = []  # noqa: RUF012
 
         def receive(self, call: AttentionCall) -> None:

@@ -10,9 +10,9 @@ import pytest
 from multihead.errors import moved
 
 
-@pytest.mark.parametrize("name", moved._NEW_NAMES)
+@pytest.mark.parametrize("name", moved._NEW_MODULE_NAMES)
 def test_importing_a_module_that_moved_names_the_present_one_which_exists(name: str) -> None:
-    now = moved._NEW_NAMES[name]
+    now = moved._NEW_MODULE_NAMES[name]
     sentence = f"There is no module multihead.{name}: it has moved. Import {now}."
     with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(sentence)}$"):
         import_module(f"multihead.{name}")

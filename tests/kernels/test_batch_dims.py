@@ -71,8 +71,8 @@ def test_gradients_come_back_in_their_shape() -> None:
 
 
 def test_with_one_dimension_there_is_nothing_to_do() -> None:
-    assert BatchDims.of(torch.zeros(1, 1, 1, 1)) is None
-    assert BatchDims.of(torch.zeros(1, 1)) is None
+    assert BatchDims.from_query(torch.zeros(1, 1, 1, 1)) is None
+    assert BatchDims.from_query(torch.zeros(1, 1)) is None
 
 
 def test_other_leading_dimensions_are_refused() -> None:

@@ -16,7 +16,7 @@ from multihead.kernels.call import (
     WorkEstimate,
     listen,
     listeners,
-    parts_wanted_by_listeners,
+    statistics_requested_by_listeners,
 )
 
 Q, K, V = torch.randn(3, 1, 2, 4, 8).unbind()
@@ -31,7 +31,7 @@ def test_a_request_holds_what_was_checked_and_resolved() -> None:
     assert request.dropout == 0.25
     assert request.shape.value_dim == 8
     assert (request.bias, request.softcap, request.sinks, request.origin) == (None,) * 4
-    assert request.wanted_parts == frozenset()
+    assert request.requested_statistics == frozenset()
 
 
 def test_a_call_cannot_be_changed_after_it_ran() -> None:
@@ -57,7 +57,7 @@ class Ear:
     """A listener that keeps what it hears."""
 
     def __init__(self, *wanted: str) -> None:
-        self.wanted_parts = frozenset(wanted)
+        self.requested_statistics = frozenset(wanted)
         self.heard: list[AttentionCall] = []
 
     def receive(self, call: AttentionCall) -> None:
@@ -88,12 +88,12 @@ def test_what_all_listeners_want_is_asked_for_at_once() -> None:
     outer, inner = Ear("entropy"), Ear("received", "entropy")
     with listen(outer):
         with listen(inner):
-            assert parts_wanted_by_listeners() == {"entropy", "received"}
+            assert statistics_requested_by_listeners() == {"entropy", "received"}
             attention(Q, K, V)
-        assert parts_wanted_by_listeners() == {"entropy"}
-    assert parts_wanted_by_listeners() == frozenset()
+        assert statistics_requested_by_listeners() == {"entropy"}
+    assert statistics_requested_by_listeners() == frozenset()
     assert outer.heard[0] is inner.heard[0]
-    assert outer.heard[0].request.wanted_parts == {"entropy", "received"}
+    assert outer.heard[0].request.requested_statistics == {"entropy", "received"}
 
 
 def test_a_listener_is_gone_after_an_exception() -> None:

@@ -388,7 +388,7 @@ def test_scales_and_softcaps_are_compiled_as_constants() -> None:
     compiled = torch.compile(flex._call_flex_attention, backend=backend, fullgraph=True)
     for scale, softcap in ((0.25, 2.0), (0.5, 3.0), (0.75, 4.0)):
         request = request_of(Q, Q, Q, scale=scale, softcap=softcap)
-        output, _ = flex._output_and_logsumexp(request, bounds_of(request), compiled)
+        output, _ = flex._compute_output_and_logsumexp(request, bounds_of(request), compiled)
         expected = mh.attention(Q, Q, Q, scale=scale, softcap=softcap, kernel="reference")
         torch.testing.assert_close(output, expected)
     assert scales == [0.25, 0.5, 0.75]

@@ -34,8 +34,8 @@ def test_a_block_under_a_remainder_is_never_full() -> None:
     bounds = key_bounds(masks.Keep(kept, "keys"), queries=8, keys=9)
     assert bounds.remainder is not None
     blocks = flex.round_to_key_blocks(bounds, keys=9, block=2)
-    assert torch.equal(blocks.full_first, blocks.full_stop)
-    assert (blocks.first.tolist(), blocks.stop.tolist()) == ([[0] * 4], [[5] * 4])
+    assert torch.equal(blocks.first_full_block, blocks.end_of_full_blocks)
+    assert (blocks.first_block.tolist(), blocks.end_of_blocks.tolist()) == ([[0] * 4], [[5] * 4])
 
 
 @settings(max_examples=40)

@@ -107,7 +107,7 @@ def test_a_listener_hears_the_call_with_the_logsumexp_before_dropout(*, dropout:
     heard: list[AttentionCall] = []
 
     class Ear:
-        wanted_parts = frozenset({"entropy"})
+        requested_statistics = frozenset({"entropy"})
 
         def receive(self, call: AttentionCall) -> None:
             heard.append(call)
@@ -117,7 +117,7 @@ def test_a_listener_hears_the_call_with_the_logsumexp_before_dropout(*, dropout:
         output, _ = attend_per_head(request, need_weights=False, average=True)
     (call,) = heard
     assert call.result.output is output
-    assert call.request.wanted_parts == {"entropy"}
+    assert call.request.requested_statistics == {"entropy"}
     scores = (request.q @ request.k.mT * request.scale).detach()
     scores = scores.masked_fill(~request.mask.tile(TilePositions.from_sizes(QUERIES, KEYS)), -torch.inf)
     torch.testing.assert_close(call.result.logsumexp, scores.logsumexp(-1), rtol=0, atol=1e-12)

@@ -20,7 +20,7 @@ from multihead.scores.bias import offsets
 class Calls:
     """A listener that keeps what it hears."""
 
-    wanted_parts: frozenset[Any] = frozenset()
+    requested_statistics: frozenset[Any] = frozenset()
 
     def __init__(self) -> None:
         self.heard: list[AttentionCall] = []

@@ -269,7 +269,7 @@ def test_whatever_hooks_into_a_projection_runs(kind: str, name: str) -> None:
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
 def test_listening_changes_no_bit_of_the_output(lengths: tuple[int, ...] | None) -> None:
     class Ear:
-        wanted_parts = frozenset({"entropy"})
+        requested_statistics = frozenset({"entropy"})
         owners: list[nn.Module | None] = []  # noqa: RUF012
 
         def receive(self, call: object) -> None:

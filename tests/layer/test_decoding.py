@@ -405,7 +405,7 @@ def test_in_int8_a_memory_is_read_by_all_steps_alike() -> None:
 class Ear:
     """A listener that keeps every call."""
 
-    wanted_parts = frozenset[Any]()
+    requested_statistics = frozenset[Any]()
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []

@@ -102,7 +102,7 @@ def test_dropout_is_applied_in_training_and_not_in_evaluation() -> None:
     heard: list[float] = []
 
     class Ear:
-        wanted_parts: frozenset[str] = frozenset()
+        requested_statistics: frozenset[str] = frozenset()
 
         def receive(self, call: Any) -> None:
             heard.append(call.request.dropout)

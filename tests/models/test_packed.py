@@ -450,7 +450,7 @@ def test_a_listener_that_does_not_observe_hears_the_row() -> None:
     shapes = []
 
     class Ear:
-        wanted_parts: frozenset[str] = frozenset()
+        requested_statistics: frozenset[str] = frozenset()
 
         def receive(self, call: Any) -> None:
             shapes.append((call.request.mask, call.request.q.shape[::2]))

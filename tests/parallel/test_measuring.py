@@ -33,7 +33,7 @@ CASES = (
 class Heard:
     """Keeps the statistics of the calls."""
 
-    wanted_parts = WANTED
+    requested_statistics = WANTED
 
     def __init__(self) -> None:
         self.found: list[dict[PartName, Tensor]] = []

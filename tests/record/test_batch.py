@@ -376,7 +376,7 @@ def test_a_batch_is_cut_where_a_later_call_continues_its_samples() -> None:
 @pytest.mark.parametrize("keep", ["cpu", "statistics", "summary"])
 def test_a_record_keeps_neither_the_layer_nor_the_tensors_of_a_call_in_memory(keep: Any) -> None:
     class Ear:
-        wanted_parts = frozenset[Any]()
+        requested_statistics = frozenset[Any]()
 
         def receive(self, call: AttentionCall) -> None:
             request = call.request
@@ -417,7 +417,7 @@ class TestQueriesAndKeysThatAreNotCopied:
         calls: list[AttentionCall] = []
 
         class Ear:
-            wanted_parts = frozenset[Any]()
+            requested_statistics = frozenset[Any]()
 
             def receive(self, call: AttentionCall) -> None:
                 calls.append(call)

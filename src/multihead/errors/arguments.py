@@ -14,7 +14,7 @@ from multihead.errors import ArgumentError
 KEEP_OR_DROP_ADVICE = (
     "mask=masks.Keep(t) if True may be seen, mask=masks.Drop(t) if True is hidden, bias=t if it is added to the scores"
 )
-REPLACEMENTS = {
+KEYWORD_REPLACEMENTS = {
     "is_causal": "mask=masks.Causal()",
     "causal": "mask=masks.Causal()",
     "attn_mask": KEEP_OR_DROP_ADVICE,
@@ -24,14 +24,14 @@ REPLACEMENTS = {
 }
 """Argument names of other libraries -> what to use in this library, for functions and layers."""
 
-FUNCTION_REPLACEMENTS = REPLACEMENTS | {
+FUNCTION_REPLACEMENTS = KEYWORD_REPLACEMENTS | {
     "key_padding_mask": 'mask=masks.Lengths(...), or mask=masks.Drop(key_padding_mask, "batch keys")',
     "attention_mask": 'mask=masks.Keep(attention_mask.bool(), "batch keys")',
     "enable_gqa": "k and v with fewer heads than q; no argument is needed",
     "need_weights": "mh.attention_weights(q, k), which computes the weights",
     "s_aux": "sinks=",
 }
-LAYER_REPLACEMENTS = REPLACEMENTS | {
+LAYER_REPLACEMENTS = KEYWORD_REPLACEMENTS | {
     "key_padding_mask": (
         "lengths=, the number of tokens of each sample (memory_lengths= for a memory), or "
         'mask=masks.Drop(key_padding_mask, "batch keys")'

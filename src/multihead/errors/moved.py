@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_NEW_NAMES = {  # old name within the package -> new name
+_NEW_MODULE_NAMES = {  # old name within the package -> new name
     "analysis": "multihead.record.analysis",
     "batch_dims": "multihead.kernels.batch_dims",
     "cache": "multihead.layer.cache",
@@ -33,5 +33,5 @@ _NEW_NAMES = {  # old name within the package -> new name
 def check_not_moved(name: str) -> None:
     """Raise ModuleNotFoundError, with the new name, if a module of the package has moved."""
     rest = name.partition(".")[2]
-    if rest in _NEW_NAMES:  # a package is imported before the modules in it
-        raise ModuleNotFoundError(f"There is no module {name}: it has moved. Import {_NEW_NAMES[rest]}.", name=name)
+    if (moved_to := _NEW_MODULE_NAMES.get(rest)) is not None:  # a package is imported before the modules in it
+        raise ModuleNotFoundError(f"There is no module {name}: it has moved. Import {moved_to}.", name=name)

@@ -23,7 +23,7 @@ class BatchDims(NamedTuple):
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(q: Tensor) -> BatchDims | None:
+    def from_query(q: Tensor) -> BatchDims | None:
         """Return the leading dimensions of q; None if q has exactly one, the batch."""
         if not isinstance(q, Tensor) or q.dim() == 4 or q.dim() < 3:
             return None  # if q has fewer than three dimensions, the check of the shapes raises an error later

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.kernels.parts import PartName
-from multihead.kernels.quantised import Scales, dequantise
+from multihead.kernels.quantised import Int8Scales, dequantise
 from multihead.masks import Mask
 from multihead.scores.bias import Bias, values_of
 from multihead.tensors.shapes import AttentionShape
@@ -107,7 +107,7 @@ class AttentionRequest:
         softcap: c of c * tanh(scores / c), or None.
         sinks: (heads,), a logit per head that takes part in the softmax and has no value, or None.
         dropout: fraction of the attention weights dropped.
-        wanted_parts: the statistics (see `parts.PARTS`) that listeners need and the kernel should measure.
+        requested_statistics: the statistics (see `parts.PARTS`) that listeners need and the kernel should measure.
         origin: the layer that made the call and its context, if there are listeners; else None.
         scales: the dequantisation factors of int8 k and v from a quantised cache; else None.
         dropout_slice: if this call is a slice of a larger call with dropout, its seed and start; else None.
@@ -124,9 +124,9 @@ class AttentionRequest:
     softcap: float | None = None
     sinks: Tensor | None = None
     dropout: float = 0.0
-    wanted_parts: frozenset[PartName] = frozenset()
+    requested_statistics: frozenset[PartName] = frozenset()
     origin: CallOrigin | None = None
-    scales: Scales | None = None
+    scales: Int8Scales | None = None
     dropout_slice: DropoutSlice | None = None
 
     def with_dequantised_keys(self) -> AttentionRequest:
@@ -173,7 +173,7 @@ class AttentionResult:
     Attributes:
         output: (batch, heads, queries, value_dim), in the dtype of q.
         logsumexp: (batch, heads, queries), float32 (float64 for float64), nats; -inf for a query that sees no key.
-        statistics: the statistics of `request.wanted_parts` that the kernel measured with the output.
+        statistics: the statistics of `request.requested_statistics` that the kernel measured with the output.
         head_factors: (batch, heads, queries), the factor by which each head's own output was changed, NaN where another
             vector replaced it; None if nothing changed it (`kernels/head_changes.py`).
     """
@@ -217,7 +217,7 @@ class Listener(Protocol):
     """An object that receives every attention call while it is active."""
 
     @property
-    def wanted_parts(self) -> frozenset[PartName]:
+    def requested_statistics(self) -> frozenset[PartName]:
         """The statistics (see `parts.PARTS`) that a kernel should measure with the output, if it can."""
         ...
 
@@ -244,11 +244,11 @@ def listeners() -> tuple[Listener, ...]:
     return () if torch.compiler.is_compiling() else _listeners.get()
 
 
-def parts_wanted_by_listeners() -> frozenset[PartName]:
-    """Return the union of `wanted_parts` of all active listeners."""
+def statistics_requested_by_listeners() -> frozenset[PartName]:
+    """Return the union of `requested_statistics` of all active listeners."""
     found = frozenset[PartName]()
     for listener in listeners():
-        found |= listener.wanted_parts
+        found |= listener.requested_statistics
     return found
 
 

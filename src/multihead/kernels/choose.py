@@ -170,7 +170,7 @@ def choose_kernel(request: AttentionRequest, bounds: KeyBounds, *, kernel: str |
 # ---- calls for which PyTorch's fused kernel was measured to be faster than the native kernel
 
 FEW_QUERIES, SHORT_KEYS = 8, 128  # most queries of the class "few", most keys of the class "short"
-NOISE_MARGIN = 1.03  # PyTorch's kernel counts as faster only if the times differ by more than this factor
+MIN_SIGNIFICANT_SPEEDUP = 1.03  # PyTorch's kernel counts as faster only if the times differ by more than this factor
 
 # Class of requests in `benchmarks.native.kernel_choice` -> description of the class.
 REQUEST_CLASSES = {
@@ -211,7 +211,7 @@ def pytorch_speedups(measured: Iterable[MeasuredSpeed]) -> dict[tuple[str, torch
     """
     result: dict[tuple[str, torch.dtype], dict[str, float]] = {}
     for each in measured:
-        lost = {name: 1 / ratio for name, ratio in each.ratios.items() if ratio * NOISE_MARGIN < 1}
+        lost = {name: 1 / ratio for name, ratio in each.ratios.items() if ratio * MIN_SIGNIFICANT_SPEEDUP < 1}
         if lost:
             result[each.instruction_set, getattr(torch, each.dtype)] = lost
     return result

@@ -40,10 +40,11 @@ if TYPE_CHECKING:
 
 HANDLES_NONFINITE = False
 BLOCK_SIZE = 128  # queries and keys per block, the block size of flex_attention's own kernels
-MAX_COMPILED_KINDS = 1 << 16  # limit on the kinds of calls that are compiled; PyTorch's default limit is 8
+MAX_COMPILED_CALL_KINDS = 1 << 16  # limit on the kinds of calls that are compiled; PyTorch's default limit is 8
 HEAD_DIM_RANGE = (16, 256)  # Triton multiplies no narrower matrices; wider ones exceed the shared memory of a GPU
 
-LARGEST_SCORE = torch.finfo(torch.float32).max / 1.5  # scores are clamped to it; the kernel multiplies them by log2(e)
+# Scores are clamped to this limit, because the kernel multiplies them by log2(e).
+SCORE_CLAMP_LIMIT = torch.finfo(torch.float32).max / 1.5
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -54,7 +55,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     shape = request.shape
     if shape.device.type != "cuda":
         return f"it needs CUDA, and the tensors are on {shape.device}"
-    missing = _missing_requirement(shape.device)
+    missing = _missing_flex_requirement(shape.device)
     if missing is not None:
         return missing
     if not torch.compiler.is_compiling() and is_traced() and not is_transformed():
@@ -94,7 +95,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     )
     contiguous = replace(request, q=q, k=k, v=v)
     if torch.compiler.is_compiling():
-        output, logsumexp = _output_and_logsumexp(contiguous, bounds, _call_flex_attention)
+        output, logsumexp = _compute_output_and_logsumexp(contiguous, bounds, _call_flex_attention)
     else:
         try:
             output, logsumexp = _compute_with_double_backward(contiguous, bounds)
@@ -114,32 +115,32 @@ def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
     """Estimate the scores computed, and the bytes of output, logsumexp, block lists and dense remainder."""
     shape = request.shape
     blocks = round_to_key_blocks(bounds, keys=shape.key_length)
-    rows = torch.full((blocks.first.shape[1],), BLOCK_SIZE)
+    rows = torch.full((blocks.first_block.shape[1],), BLOCK_SIZE)
     rows[-1:] = shape.query_length - BLOCK_SIZE * (len(rows) - 1)
-    columns = (blocks.stop * BLOCK_SIZE).clamp(max=shape.key_length) - blocks.first * BLOCK_SIZE
+    columns = (blocks.end_of_blocks * BLOCK_SIZE).clamp(max=shape.key_length) - blocks.first_block * BLOCK_SIZE
     samples = shape.batch if bounds.is_shared_by_samples else 1
     cells = int((columns.clamp(min=0).cpu() * rows).sum()) * samples * shape.num_heads
     size, wide = shape.dtype.itemsize, working_dtype(shape.dtype).itemsize
-    lists = 2 * 4 * blocks.first.numel() * -(-shape.key_length // BLOCK_SIZE)
+    lists = 2 * 4 * blocks.first_block.numel() * -(-shape.key_length // BLOCK_SIZE)
     remainder = 0 if bounds.remainder is None else shape.num_cells  # at most: heads or samples may share a remainder
     return WorkEstimate(cells, shape.num_rows * (shape.value_dim * size + wide) + lists + remainder)
 
 
 @dataclass(frozen=True, eq=False)
 class KeyBlocks:
-    """For each block of queries, its blocks of keys [first, stop), of which [full_first, full_stop) need no mask.
+    """The blocks of keys that each block of queries sees; all fields are int64 (batch or 1, blocks of queries).
 
     Attributes:
-        first: the first block of keys; all fields are int64 (batch or 1, blocks of queries).
-        full_first: the first full block.
-        full_stop: one past the last full block.
-        stop: one past the last block.
+        first_block: the first block of keys.
+        first_full_block: the first block of keys that needs no mask.
+        end_of_full_blocks: one past the last block of keys that needs no mask.
+        end_of_blocks: one past the last block of keys.
     """
 
-    first: Tensor
-    full_first: Tensor
-    full_stop: Tensor
-    stop: Tensor
+    first_block: Tensor
+    first_full_block: Tensor
+    end_of_full_blocks: Tensor
+    end_of_blocks: Tensor
 
 
 def round_to_key_blocks(bounds: KeyBounds, *, keys: int, block: int = BLOCK_SIZE) -> KeyBlocks:
@@ -152,7 +153,7 @@ def round_to_key_blocks(bounds: KeyBounds, *, keys: int, block: int = BLOCK_SIZE
     >>> from multihead import masks
     >>> from multihead.kernels.plan.bounds import key_bounds
     >>> blocks = round_to_key_blocks(key_bounds(masks.Causal(), queries=6, keys=6), keys=6, block=2)
-    >>> blocks.full_stop.tolist(), blocks.stop.tolist()
+    >>> blocks.end_of_full_blocks.tolist(), blocks.end_of_blocks.tolist()
     ([[0, 1, 2]], [[1, 2, 3]])
     """
     queries = bounds.start.shape[1]
@@ -160,14 +161,13 @@ def round_to_key_blocks(bounds: KeyBounds, *, keys: int, block: int = BLOCK_SIZE
     row = torch.arange(queries + missing, device=bounds.start.device).clamp(max=queries - 1)
     start, stop = (edge[:, row].unflatten(1, (-1, block)) for edge in (bounds.start, bounds.stop))
     empty = start >= stop
-    first = start.masked_fill(empty, keys).amin(2) // block
-    last = -(-stop.masked_fill(empty, 0).amax(2) // block)  # one past the last block
-    first = torch.minimum(first, last)
-    full_first = -(-start.amax(2) // block)
-    full_stop = torch.where(empty.any(2), 0, stop.amin(2)) // block
-    whole = torch.arange(last.shape[1], device=row.device) < queries // block
-    some = (full_first < full_stop) & whole if bounds.remainder is None else torch.zeros_like(whole)
-    return KeyBlocks(first, torch.where(some, full_first, first), torch.where(some, full_stop, first), last)
+    end = -(-stop.masked_fill(empty, 0).amax(2) // block)
+    first = torch.minimum(start.masked_fill(empty, keys).amin(2) // block, end)
+    first_full = -(-start.amax(2) // block)
+    end_full = torch.where(empty.any(2), 0, stop.amin(2)) // block
+    whole = torch.arange(end.shape[1], device=row.device) < queries // block
+    some = (first_full < end_full) & whole if bounds.remainder is None else torch.zeros_like(whole)
+    return KeyBlocks(first, torch.where(some, first_full, first), torch.where(some, end_full, first), end)
 
 
 def block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool, block: int = BLOCK_SIZE) -> BlockMask:
@@ -177,18 +177,19 @@ def block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool, 
     queries, keys = request.shape.query_length, request.shape.key_length
     blocks = round_to_key_blocks(bounds, keys=keys, block=block)
     # (batch or 1, blocks of queries, 1), the number of partial blocks before the full ones
-    before = (blocks.full_first - blocks.first)[..., None]
+    before = (blocks.first_full_block - blocks.first_block)[..., None]
     count = -(-keys // block)
     each = torch.arange(count, device=bounds.start.device)
     # List entries past the number of blocks are not computed, but must be valid block indices.
-    partial = torch.where(each < before, blocks.first[..., None] + each, blocks.full_stop[..., None] + each - before)
-    full = (blocks.full_first[..., None] + each).clamp(max=count - 1)
+    first, after = blocks.first_block[..., None], blocks.end_of_full_blocks[..., None]
+    partial = torch.where(each < before, first + each, after + each - before)
+    full = (blocks.first_full_block[..., None] + each).clamp(max=count - 1)
     # Without a list of full blocks, as in decoding, the kernel distributes the partial ones evenly.
     some = bounds.remainder is None and queries >= block and keys >= block
     return BlockMask.from_kv_blocks(
-        _add_head_axis(blocks.stop - blocks.full_stop + before[..., 0]),
+        _add_head_axis(blocks.end_of_blocks - blocks.end_of_full_blocks + before[..., 0]),
         _add_head_axis(partial.clamp(max=count - 1)),
-        _add_head_axis(blocks.full_stop - blocks.full_first) if some else None,
+        _add_head_axis(blocks.end_of_full_blocks - blocks.first_full_block) if some else None,
         _add_head_axis(full) if some else None,
         BLOCK_SIZE=(block, block),
         mask_mod=mask_mod(request, bounds),
@@ -230,7 +231,7 @@ def score_mod(request: AttentionRequest) -> ScoreMod | None:
             return score
         bias = _value_at(values, b, h, i, j) if diagonal is None else _value_at(values, b, h, j - i + diagonal)
         # The kernel multiplies scores by log2(e): a bias of the lowest float would become -inf, which hides.
-        return torch.where(bias == -torch.inf, bias, (score + bias).clamp(-LARGEST_SCORE, LARGEST_SCORE))
+        return torch.where(bias == -torch.inf, bias, (score + bias).clamp(-SCORE_CLAMP_LIMIT, SCORE_CLAMP_LIMIT))
 
     return modified_score
 
@@ -282,15 +283,15 @@ def _compiled_flex_attention() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(_call_flex_attention, fullgraph=True)
 
 
-def _run_compiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Run the compiled flex_attention, and compile it for a new kind of call; see `MAX_COMPILED_KINDS`."""
+def _run_compiled_flex_attention(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Run the compiled flex_attention, and compile it for a new kind of call; see `MAX_COMPILED_CALL_KINDS`."""
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     try:
         return _compiled_flex_attention()(*tensors, **options)
     except FailOnRecompileLimitHit:
-        with config.patch(recompile_limit=MAX_COMPILED_KINDS, accumulated_recompile_limit=MAX_COMPILED_KINDS):
+        with config.patch(recompile_limit=MAX_COMPILED_CALL_KINDS, accumulated_recompile_limit=MAX_COMPILED_CALL_KINDS):
             return _compiled_flex_attention()(*tensors, **options)
 
 
@@ -301,7 +302,7 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
-def _output_and_logsumexp(
+def _compute_output_and_logsumexp(
     request: AttentionRequest, bounds: KeyBounds, flex: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     return flex(
@@ -336,7 +337,7 @@ def _cached_block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward
 def _compute_with_double_backward(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, Tensor]:
     """Compute flex_attention with second derivatives by the reference kernel."""
     if not request.qkv_need_gradient:
-        return _output_and_logsumexp(request, bounds, _run_compiled)
+        return _compute_output_and_logsumexp(request, bounds, _run_compiled_flex_attention)
     inputs = (request.q, request.k, request.v, without_qkv(request), bounds)
     return _CompiledFlex.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -354,7 +355,7 @@ class _CompiledFlex(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v)
         ctx.request, ctx.bounds = replace(request, sinks=None), bounds  # sinks are added after this function
-        ctx.compiled = _compute_with_graph(ctx.request, bounds, (q, k, v))
+        ctx.compiled = _compute_in_graph_of_its_own(ctx.request, bounds, (q, k, v))
         ctx.set_materialize_grads(False)
         output, logsumexp = ctx.compiled[1]
         return output.detach(), logsumexp.detach()
@@ -366,26 +367,26 @@ class _CompiledFlex(torch.autograd.Function):
             request = replace(ctx.request, q=q, k=k, v=v)
             found = differentiable_gradients("flex", request, ctx.bounds, grad_output, grad_logsumexp)[:3]
             return *found, None, None
-        leaves, results = ctx.compiled or _compute_with_graph(ctx.request, ctx.bounds, (q, k, v))
+        leaves, results = ctx.compiled or _compute_in_graph_of_its_own(ctx.request, ctx.bounds, (q, k, v))
         ctx.compiled = None
         pairs = [pair for pair in zip(results, (grad_output, grad_logsumexp), strict=True) if pair[1] is not None]
-        wanted = [leaf for leaf, needed in zip(leaves, ctx.needs_input_grad, strict=False) if needed]
-        grads = iter(torch.autograd.grad([pair[0] for pair in pairs], wanted, [pair[1] for pair in pairs]))
+        inputs = [leaf for leaf, needed in zip(leaves, ctx.needs_input_grad, strict=False) if needed]
+        grads = iter(torch.autograd.grad([pair[0] for pair in pairs], inputs, [pair[1] for pair in pairs]))
         return *(next(grads) if needed else None for needed in ctx.needs_input_grad[:3]), None, None
 
 
-def _compute_with_graph(
+def _compute_in_graph_of_its_own(
     request: AttentionRequest, bounds: KeyBounds, tensors: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Compute flex_attention in an autograd graph of its own; return its leaves (q, k, v), output and logsumexp."""
     with torch.enable_grad():
         leaves = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
         inside = replace(request, q=leaves[0], k=leaves[1], v=leaves[2])
-        return leaves, _output_and_logsumexp(inside, bounds, _run_compiled)
+        return leaves, _compute_output_and_logsumexp(inside, bounds, _run_compiled_flex_attention)
 
 
 @constant_in_graphs
-def _missing_requirement(device: torch.device) -> str | None:
+def _missing_flex_requirement(device: torch.device) -> str | None:
     """Return which requirement of the compiled flex_attention is missing, in one sentence, or None."""
     if _is_triton_missing():
         return "PyTorch compiles flex_attention with Triton, which is not installed"

@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 
 from multihead.tensors.shapes import AttentionShape
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256  # largest head_dim that the fused kernels on CUDA support
-CUDNN_CHOICE = 3  # the result of `torch._fused_sdp_choice` if PyTorch would choose cuDNN
+CUDNN_KERNEL_NUMBER = 3  # the result of `torch._fused_sdp_choice` if PyTorch would choose cuDNN
 LOGSUMEXP_MULTIPLE = 32  # the memory-efficient kernel pads the logsumexp to a multiple of this number of queries
 # PyTorch has no public functions that return and take the logsumexp, or return which kernel it would choose.
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
@@ -35,7 +35,7 @@ def refusal_on_cuda(shape: AttentionShape) -> str | None:
     """Return why no fused kernel on CUDA computes tensors of these sizes, in one sentence, or None."""
     if shape.dtype == torch.float32 and shape.heads_per_kv_head > 1:
         return "PyTorch's fused CUDA kernel for float32 has no grouped heads"
-    if shape.dtype not in (*HALF_DTYPES, torch.float32):
+    if shape.dtype not in (*HALF_PRECISION_DTYPES, torch.float32):
         return f"PyTorch has no fused CUDA kernel for {str(shape.dtype).split('.')[-1]}"
     if max(shape.head_dim, shape.value_dim) > MAX_HEAD_DIM:
         return f"PyTorch's fused CUDA kernels support at most {MAX_HEAD_DIM} columns a head"
@@ -109,9 +109,9 @@ def backward(
     queries, keys = q.shape[2], k.shape[2]
     if q.dtype == torch.float32:
         padded = pad(logsumexp, (0, -queries % LOGSUMEXP_MULTIPLE), value=torch.inf)
-        wanted = [True, True, True, False]
+        needs_gradient = [True, True, True, False]
         found = _efficient_attention_backward(
-            *given[:4], None, output, padded, seed, seed, 0.0, wanted, causal, scale=scale
+            *given[:4], None, output, padded, seed, seed, 0.0, needs_gradient, causal, scale=scale
         )
     elif _chooses_cudnn(q, k, v, causal=causal, scale=scale):
         stats = logsumexp.contiguous()[..., None]
@@ -129,4 +129,4 @@ def backward(
 def _chooses_cudnn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> bool:
     """Whether PyTorch would choose cuDNN for this call, as it does where that is faster."""
     grouped = q.shape[1] != k.shape[1]
-    return _choose_fused_kernel(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped) == CUDNN_CHOICE
+    return _choose_fused_kernel(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped) == CUDNN_KERNEL_NUMBER

@@ -114,7 +114,7 @@ def change_states_of(module: nn.Module) -> frozenset[object] | None:
     return None if None in states else states
 
 
-def check_same_states(filled: frozenset[object], states: frozenset[object] | None) -> None:
+def check_cache_states(filled: frozenset[object], states: frozenset[object] | None) -> None:
     """Raise a ModelError if a key/value cache that was filled under `filled` is continued under other changes."""
     if states is not None and states != filled:
         then, now = ("heads switched off" if each else "all heads on" for each in (filled, states))

@@ -20,8 +20,8 @@ from multihead.kernels.call import (
     AttentionRequest,
     AttentionResult,
     listeners,
-    parts_wanted_by_listeners,
     publish,
+    statistics_requested_by_listeners,
 )
 from multihead.kernels.dense_tile import hidden_cells, without_autocast
 from multihead.kernels.native import library
@@ -66,7 +66,7 @@ def attend_per_head(request: AttentionRequest, *, need_weights: bool, average: b
     `is_computed_per_head` must be True, and the request must have as many key/value heads as heads. The weights are
     (batch, heads, queries, keys), or averaged over the heads (batch, queries, keys), or None if not needed.
     """
-    request = replace(request, wanted_parts=parts_wanted_by_listeners())
+    request = replace(request, requested_statistics=statistics_requested_by_listeners())
     keep = None
     if request.dropout:
         shape = request.shape

@@ -19,7 +19,7 @@ from torch import Tensor
 MAX_INT8 = 127  # integers are in [-127, 127]; -128 is unused
 
 
-class Scales(NamedTuple):
+class Int8Scales(NamedTuple):
     """Dequantisation factors of int8 keys and values: element = scale of the row * integer.
 
     Attributes:

@@ -49,7 +49,7 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
 def _query_blocks(request: AttentionRequest, bounds: KeyBounds) -> list[tuple[slice, slice]]:
     """Return the blocks of queries that are computed one after the other, each with a range of all its visible keys."""
     queries = request.shape.query_length
-    if _materialises_at_once(request) or queries <= QUERIES_PER_BLOCK:
+    if _materialises_all_weights(request) or queries <= QUERIES_PER_BLOCK:
         return [(slice(0, queries), slice(0, request.shape.key_length))]
     blocks = [slice(first, min(first + QUERIES_PER_BLOCK, queries)) for first in range(0, queries, QUERIES_PER_BLOCK)]
     return [(rows, _range_of_visible_keys(bounds, rows)) for rows in blocks]
@@ -71,7 +71,7 @@ def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attenti
     return AttentionResult(output.to(request.q.dtype), logsumexp)
 
 
-def _materialises_at_once(request: AttentionRequest) -> bool:
+def _materialises_all_weights(request: AttentionRequest) -> bool:
     """Whether all weights are materialised at once.
 
     With gradients autograd saves all weights anyway, dropout draws a number for each weight, and in a graph or a
@@ -153,12 +153,12 @@ def differentiable_gradients(
         "Give kernel='reference' to compute the call only once.",
     )
     tensors = (request.q, request.k, request.v, request.bias_values, request.sinks)
-    wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    inputs = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
     with torch.enable_grad():
-        cleaned, bad_rows = replace_nonfinite(replace(request, wanted_parts=frozenset()), bounds)
+        cleaned, bad_rows = replace_nonfinite(replace(request, requested_statistics=frozenset()), bounds)
         attended = attend(cleaned, bounds)
         attended = attended if bad_rows is None else make_rows_nan(attended, bad_rows)
         pairs = ((attended.output, grad_output), (attended.logsumexp, grad_logsumexp))
         outputs, gradients = zip(*((out, of) for out, of in pairs if of is not None), strict=True)
-        results = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, materialize_grads=True))
+        results = iter(torch.autograd.grad(outputs, inputs, gradients, create_graph=True, materialize_grads=True))
     return tuple(next(results) if tensor is not None and tensor.requires_grad else None for tensor in tensors)

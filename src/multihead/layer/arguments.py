@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.kernels import sequence_split
-from multihead.kernels.quantised import Scales
+from multihead.kernels.quantised import Int8Scales
 from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.cache.cache import ProjectedMemory
@@ -92,7 +92,7 @@ class LayerCall:
     cached_memory: ProjectedMemory | None = field(default=None, init=False)
     padding: Padding = field(default=NO_PADDING, init=False)
     first_query_position: int | Tensor = field(default=0, init=False)
-    int8_scales: Scales | None = field(default=None, init=False)
+    int8_scales: Int8Scales | None = field(default=None, init=False)
 
     @property
     def is_cross_attention(self) -> bool | None:

@@ -14,7 +14,7 @@ from multihead.masks.positions import CallSize
 from multihead.tensors.shapes import MAX_POSITION
 from multihead.tensors.tracing import can_read_values
 
-IntOrInts: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
+IntTuples: TypeAlias = "tuple[int, ...] | tuple[tuple[int, ...], ...]"
 
 
 class CountsMask(Mask):
@@ -58,7 +58,7 @@ class CountsMask(Mask):
 
 def check_counts(
     given: object, name: str, form: str, *, dims: tuple[int, ...] = (1, 2), ragged: bool = False
-) -> IntOrInts | Tensor:
+) -> IntTuples | Tensor:
     """Check the lengths of a new mask: non-negative integers with `dims` dimensions; return ints or a tensor.
 
     `name` and `form` are the mask and the expected shape, for errors; `ragged` rows are padded with 0.
@@ -104,7 +104,7 @@ def _is_row_of_integers(row: object) -> bool:
     return _is_sequence(row) and all(isinstance(number, int) and not isinstance(number, bool) for number in row)
 
 
-def as_tensor(counts: object, device: torch.device | str) -> Tensor:
+def counts_as_tensor(counts: object, device: torch.device | str) -> Tensor:
     """Return counts as an int64 tensor on a device; an int64 tensor on that device is returned unchanged."""
     if isinstance(counts, Tensor) and counts.is_meta and torch.device(device).type != "meta":
         raise MaskError(
@@ -137,7 +137,7 @@ def counts_after_dropping(counts: object, count: int | Tensor) -> Any:
     """Subtract the number of dropped first keys, an int or (batch,), from counts (), (batch,) or (batch, n)."""
     if isinstance(counts, int) and isinstance(count, int):
         return max(0, counts - count)
-    held = as_tensor(counts, device_of_counts(counts, count))
+    held = counts_as_tensor(counts, device_of_counts(counts, count))
     if isinstance(count, Tensor):
         count = count[:, None] if held.dim() == 2 else count
     return (held - count).clamp(min=0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from multihead.masks.base import Mask, Shifted, row_of_sample
-from multihead.masks.counts import CountsMask, IntOrInts, as_tensor, check_counts, device_of_counts
+from multihead.masks.counts import CountsMask, IntTuples, check_counts, counts_as_tensor, device_of_counts
 from multihead.masks.distance import Full
 from multihead.masks.positions import SampleSpan
 
@@ -39,7 +39,7 @@ class Documents(CountsMask):
     · · · · ·
     """
 
-    lengths: IntOrInts | Tensor
+    lengths: IntTuples | Tensor
     counts = property(lambda mask: mask.lengths)
     holds_documents: ClassVar[bool] = True
 
@@ -52,7 +52,7 @@ class Documents(CountsMask):
         return (keys >= start) & (keys < stop)
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
-        ends = as_tensor(self.lengths, queries.device).cumsum(-1)
+        ends = counts_as_tensor(self.lengths, queries.device).cumsum(-1)
         ends = ends[None] if ends.dim() == 1 else ends
         rows = ends.shape[0] if queries.shape[0] == 1 else queries.shape[0]  # either may be 0
         position = queries.expand(rows, -1).contiguous()
@@ -65,17 +65,17 @@ class Documents(CountsMask):
         return edges.gather(1, (inside - 1).clamp(min=0)).masked_fill(outside, 0), stop
 
     def select_sample(self, index: int) -> Documents:
-        lengths = as_tensor(self.lengths, "cpu")
+        lengths = counts_as_tensor(self.lengths, "cpu")
         return Documents(row_of_sample(lengths, index) if lengths.dim() == 2 else lengths)
 
     def _drop_keys(self, count: int | Tensor) -> Documents:
-        ends = as_tensor(self.lengths, device_of_counts(self.lengths, count)).cumsum(-1)
+        ends = counts_as_tensor(self.lengths, device_of_counts(self.lengths, count)).cumsum(-1)
         ends = (ends - (count[:, None] if isinstance(count, Tensor) else count)).clamp(min=0)
         return Documents(ends.diff(prepend=torch.zeros_like(ends[..., :1]), dim=-1))
 
     def select_span(self, span: SampleSpan) -> Mask:
         documents, first_key = self.select_sample(span.sample), span.keys[0]
-        starts = as_tensor(documents.lengths, "cpu").cumsum(-1).tolist()
+        starts = counts_as_tensor(documents.lengths, "cpu").cumsum(-1).tolist()
         # A query before the first key may belong to the document that the span cuts.
         if first_key and first_key not in starts:
             return Shifted(documents, first_key)

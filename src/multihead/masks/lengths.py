@@ -15,10 +15,10 @@ from multihead.errors.arguments import check_integer
 from multihead.masks.base import Band, row_of_sample
 from multihead.masks.counts import (
     CountsMask,
-    IntOrInts,
-    as_tensor,
+    IntTuples,
     check_counts,
     counts_after_dropping,
+    counts_as_tensor,
     shape_of_counts,
 )
 from multihead.masks.positions import CallSize, SampleSpan, TilePositions
@@ -31,13 +31,13 @@ class _FirstKeysMask(CountsMask):
     starts_at_first_key: ClassVar[bool] = True
 
     def tile(self, tile: TilePositions) -> Tensor:
-        counts = as_tensor(self.counts, tile.columns.device)
+        counts = counts_as_tensor(self.counts, tile.columns.device)
         if counts.dim() < 2:
             return tile.all_visible() & (tile.columns < counts.view(-1, 1, 1, 1))
         return tile.columns < counts[:, tile.rows.flatten()][:, None, :, None]
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
-        counts = as_tensor(self.counts, queries.device)
+        counts = counts_as_tensor(self.counts, queries.device)
         counts = counts if counts.dim() == 2 else counts.view(-1, 1)
         return torch.zeros_like(counts), counts
 
@@ -64,7 +64,7 @@ class Lengths(_FirstKeysMask):
     ■ ■ ■ ·   · · · ·
     """
 
-    lengths: IntOrInts | Tensor
+    lengths: IntTuples | Tensor
     counts = property(lambda mask: mask.lengths)
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
@@ -72,7 +72,7 @@ class Lengths(_FirstKeysMask):
 
     @cached_property
     def band(self) -> Band | None:  # type: ignore[override]
-        lengths = as_tensor(self.lengths, "cpu") if isinstance(self.lengths, tuple) else self.lengths
+        lengths = counts_as_tensor(self.lengths, "cpu") if isinstance(self.lengths, tuple) else self.lengths
         plain = type(lengths) is Tensor and lengths.is_cpu and lengths.dtype == torch.int64 and lengths.dim() == 1
         return Band(lengths) if plain else None
 
@@ -86,11 +86,11 @@ class Lengths(_FirstKeysMask):
             )
 
     def select_sample(self, index: int) -> Lengths:
-        lengths = as_tensor(self.lengths, "cpu")
+        lengths = counts_as_tensor(self.lengths, "cpu")
         return Lengths(row_of_sample(lengths, index)[None])
 
     def select_span(self, span: SampleSpan) -> Lengths:
-        lengths = row_of_sample(as_tensor(self.lengths, "cpu"), span.sample)
+        lengths = row_of_sample(counts_as_tensor(self.lengths, "cpu"), span.sample)
         lengths = lengths[slice(*span.queries)] if lengths.dim() == 1 else lengths
         return Lengths((lengths[None] - span.keys[0]).clamp(0, span.keys[1] - span.keys[0]))
 
@@ -128,7 +128,7 @@ class Prefix(_FirstKeysMask):
             object.__setattr__(self, "length", check_counts(length, "Prefix", "(batch,), or one int", dims=(1,)))
 
     def select_sample(self, index: int) -> Prefix:
-        return Prefix(int(row_of_sample(as_tensor(self.length, "cpu").view(-1), index)))
+        return Prefix(int(row_of_sample(counts_as_tensor(self.length, "cpu").view(-1), index)))
 
     def select_span(self, span: SampleSpan) -> Prefix:
         length = self.select_sample(span.sample).length

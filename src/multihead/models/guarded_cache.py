@@ -40,7 +40,7 @@ def _guard_given_cache(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, 
             continue
         states = head_changes.change_states_of(module)
         if each.get_seq_length() > 0:
-            head_changes.check_same_states(frozenset(), states)
+            head_changes.check_cache_states(frozenset(), states)
         else:
             _guard_cache(each, module, states)
 
@@ -76,7 +76,7 @@ class _CacheGuard:
         if model is not None and (head_changes.active_changes or self.states_when_filled):
             states = head_changes.change_states_of(model)
             if whole.get_seq_length() > 0:
-                head_changes.check_same_states(self.states_when_filled, states)
+                head_changes.check_cache_states(self.states_when_filled, states)
             else:
                 self.states_when_filled = states or frozenset()
         return whole.update(*args, **kwargs)

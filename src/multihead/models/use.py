@@ -127,7 +127,7 @@ class _FirstCallExplainer:
 
     names: dict[int, str]
     explanation_by_name: dict[str, Explanation]
-    wanted_parts: frozenset[PartName] = frozenset()
+    requested_statistics: frozenset[PartName] = frozenset()
 
     def receive(self, call: AttentionCall) -> None:
         """Store the explanation of a call if it is the first one of its layer."""

@@ -161,7 +161,7 @@ class StatisticsMeasurer:
         probes = tuple(each for each in self.probes if each.chance and "values" not in each.needs)
         request = with_zero_scores(call.request, exact=call.request.shape.dtype == torch.float64)
         wanted = parts_of_probes(each for each in probes if not each.needs)
-        request = replace(request, origin=call.request.origin, wanted_parts=wanted)
+        request = replace(request, origin=call.request.origin, requested_statistics=wanted)
         spread = AttentionCall(request, attend(request, published=False))
         found = replace(self, probes=probes).measure_whole_batch(spread, sample_spans, ids, layer)
         return {name: each.values for name, each in found.items()}

@@ -131,7 +131,7 @@ class Recorder:
     new_running_summary: RunningSummaryFactory | None = (
         None  # creates the running sums of a layer if no samples are kept
     )
-    wanted_parts: frozenset[PartName] = field(init=False)
+    requested_statistics: frozenset[PartName] = field(init=False)
     _counting_rules: dict[str, str] = field(init=False)  # `Probe.counted` of statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     _previous_calls: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # by layer and text
@@ -143,12 +143,12 @@ class Recorder:
     _pass_continues_cache: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
     def __post_init__(self) -> None:
-        """Set `wanted_parts`, which a kernel may measure while it computes: those that need only q and k."""
+        """Set `requested_statistics`, which a kernel may measure while it computes: those that need only q and k."""
         wanted = frozenset[PartName]()
         for probe in self.probes:
             if not probe.needs and probe.axes == "queries":
                 wanted |= probe.parts
-        self.wanted_parts = wanted
+        self.requested_statistics = wanted
         self._namer = LayerNamer(self.names, self.inputs)
         self._counting_rules = {probe.name: probe.counted for probe in self.probes if probe.name not in PROBES}
 
@@ -649,7 +649,7 @@ class Recorder:
             q=nothing,
             k=nothing,
             v=nothing,
-            wanted_parts=frozenset(),
+            requested_statistics=frozenset(),
             shape=request.shape._replace(device=device),
             bias=None if bias is None else with_values(bias, values_of(bias).detach().to(device)),
             sinks=None if request.sinks is None or not keeps else copy_contiguous(request.sinks, device),

@@ -27,12 +27,12 @@ _MEAN_DISTANCE, _DISTANCE_SPREAD = "mean_distance", "distance_spread"
 def measure_over_keys(
     request: AttentionRequest, attended: AttentionResult, first_key: Tensor | int
 ) -> dict[PartName, Tensor]:
-    """Return the `wanted_parts` of a request on a subset of the keys, (batch, heads, queries) each.
+    """Return the `requested_statistics` of a request on a subset of the keys, (batch, heads, queries) each.
 
     Statistics that the kernel did not return are measured here. `first_key`, an int or (batch or 1,), is the index of
     the sequence's first visible key, counted from the first key of the subset.
     """
-    wanted = _add_companion_parts(request.wanted_parts)
+    wanted = _add_companion_parts(request.requested_statistics)
     known = {part: value for part, value in attended.statistics.items() if part in wanted and part != FIRST_KEY_WEIGHT}
     with without_autocast(request.shape.device):
         context = ProbeContext(first_key=first_key)

@@ -60,7 +60,7 @@ class Ring:
     statistics: dict[PartName, Tensor] = field(default_factory=dict, init=False)  # filled by the forward pass
 
     def attend(self) -> AttentionResult:
-        """Compute the attention of this rank's queries, and the `wanted_parts` of the request."""
+        """Compute the attention of this rank's queries, and the `requested_statistics` of the request."""
         request = self.request
         # Tensors must be arguments of the autograd function, so this copy of the ring has no bias values and no sinks.
         ring = replace(self, request=replace(request, bias=_drop_bias_values(request.bias), sinks=None))
@@ -147,7 +147,7 @@ class PieceTensors(NamedTuple):
         shape = AttentionShape.from_tensors(q, k, v)
         part = dropout_of_piece(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
         # Only statistics of distances use the position of the queries.
-        start = piece.rows[0] - piece.keys[0] if ring.request.wanted_parts else 0
+        start = piece.rows[0] - piece.keys[0] if ring.request.requested_statistics else 0
         return replace(
             ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, dropout_slice=part, query_start=start
         )
@@ -163,7 +163,7 @@ class _RingFunction(torch.autograd.Function):
         dtype = working_dtype(q.dtype)
         output = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
         logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-        merged = MergedStatistics(ring.request.wanted_parts, logsumexp)
+        merged = MergedStatistics(ring.request.requested_statistics, logsumexp)
         transfer = None
         for index, step in enumerate(ring.plan.steps):
             following = ring.start_transfer(index + 1, k, v)  # runs during this step
@@ -173,7 +173,7 @@ class _RingFunction(torch.autograd.Function):
                     part = slice_piece(ring, piece, q, *held, bias).build_request(ring, piece)
                     with use_split(None):
                         found = attend(part, kernel=ring.kernel, published=False)
-                    if part.wanted_parts:
+                    if part.requested_statistics:
                         measures = measure_over_keys(part, found, ring.first_keys(bias) - piece.keys[0])
                         merged.add(piece.query_slice, piece.keys[0], found.logsumexp, measures)
                     merge_outputs(
@@ -189,7 +189,7 @@ class _RingFunction(torch.autograd.Function):
         ring.statistics.update(merged.results(logsumexp))
         output = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, bias, sinks, output, logsumexp)
-        ctx.ring = replace(ring, request=replace(without_qkv(ring.request), wanted_parts=frozenset()))
+        ctx.ring = replace(ring, request=replace(without_qkv(ring.request), requested_statistics=frozenset()))
         ctx.set_materialize_grads(False)
         return output, logsumexp
 

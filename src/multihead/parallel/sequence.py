@@ -27,8 +27,8 @@ from multihead.kernels.call import (
     DropoutOffset,
     DropoutSlice,
     listeners,
-    parts_wanted_by_listeners,
     publish,
+    statistics_requested_by_listeners,
 )
 from multihead.kernels.explanation import readable_bytes
 from multihead.kernels.native import kernel as native
@@ -294,7 +294,7 @@ class _SplitOverRanks:
         observed = bool(listeners()) and not is_traced() and not is_in_backward_pass()
         request, ring_plan, chosen = self._plan_call(request, kernel)
         if observed:
-            request = replace(request, wanted_parts=parts_wanted_by_listeners())
+            request = replace(request, requested_statistics=statistics_requested_by_listeners())
         seed = self._compare_with_ranks(request, ring_plan, chosen.strategy, observed=observed)
         if request.dropout:
             request, kernel = replace(request, dropout_slice=DropoutSlice(seed, DropoutOffset())), "native"
@@ -418,7 +418,7 @@ class _SplitOverRanks:
             "dropout": request.dropout,
             "What needs a gradient": ", ".join(learned) if torch.is_grad_enabled() else "",
             "Whether the call is observed": observed,
-            "What is measured": sorted(map(repr, request.wanted_parts)),
+            "What is measured": sorted(map(repr, request.requested_statistics)),
         }
         seed = compare_calls(self.ranks, call, seed)
         self.has_compared = True
@@ -430,7 +430,7 @@ class _SplitOverRanks:
         """Gather all keys and values on every rank, and compute the attention of this rank's queries."""
         k = gather_sequence(request.k, self.ranks, self.layout, 2)
         v = gather_sequence(request.v, self.ranks, self.layout, 2)
-        merged = MergedStatistics(request.wanted_parts, request.q[..., 0])
+        merged = MergedStatistics(request.requested_statistics, request.q[..., 0])
         outputs: list[Tensor] = []
         logsumexps: list[Tensor] = []
         for part, (first_key, _) in self._requests_of_chunks(request, ring_plan, k, v):
@@ -439,7 +439,7 @@ class _SplitOverRanks:
             first = sum(each.shape[2] for each in outputs)
             outputs.append(found.output)
             logsumexps.append(found.logsumexp)
-            if request.wanted_parts:
+            if request.requested_statistics:
                 at = slice(first, first + found.output.shape[2])
                 parts = measure_over_keys(part, found, ring_plan.first_keys(request) - first_key)
                 merged.add(at, first_key, found.logsumexp.detach(), parts)
@@ -466,7 +466,7 @@ class _SplitOverRanks:
                 mask=MapBlockMask(request.mask, ring_plan.bounds, rows, keys),
                 bias=None if request.bias is None else slice_bias(request.bias, ring_plan.length, rows, keys),
                 dropout_slice=dropout_of_piece(request, query_start=rows[0], key_start=keys[0]),
-                query_start=rows[0] - keys[0] if request.wanted_parts else 0,  # only statistics use positions
+                query_start=rows[0] - keys[0] if request.requested_statistics else 0,  # only statistics use positions
             )
             yield part, keys
 
@@ -482,7 +482,7 @@ class _SplitOverRanks:
             found = attend(part, kernel=kernel, published=False)
         output = reshard_heads_to_tokens(found.output, self.ranks, self.layout)
         logsumexp = reshard_heads_to_tokens(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
-        if not request.wanted_parts:
+        if not request.requested_statistics:
             return AttentionResult(output, logsumexp)
         parts = measure_over_keys(part, found, ring_plan.first_keys(request))
         exchanged = reshard_heads_to_tokens(stack_parts(parts), self.ranks, self.layout)

@@ -212,7 +212,7 @@ def _slice_call(
         bias=None if request.bias is None else _slice_bias(request.bias, heads, shape, rows, columns),
         sinks=None,  # the logsumexp includes the sinks
         dropout=0.0,
-        wanted_parts=frozenset(),
+        requested_statistics=frozenset(),
         origin=None,
     )
 

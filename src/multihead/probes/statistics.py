@@ -303,9 +303,9 @@ def measure_statistics(
     probes = choose_probes(wanted, request, context, has_values=has_values)
     with torch.no_grad(), without_autocast(request.shape.device):
         call = MeasuredCall.from_request(request, logsumexp, context, result=result)
-        wanted_parts = parts_of_probes(probes)
-        all_parts = {part: parts[part] for part in wanted_parts & parts.keys()}
-        all_parts |= measure_parts(call, wanted_parts - all_parts.keys(), _key_sets_of_parts(call, probes))
+        requested_statistics = parts_of_probes(probes)
+        all_parts = {part: parts[part] for part in requested_statistics & parts.keys()}
+        all_parts |= measure_parts(call, requested_statistics - all_parts.keys(), _key_sets_of_parts(call, probes))
         empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
         found = {}
         for probe in probes:

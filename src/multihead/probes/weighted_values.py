@@ -93,7 +93,7 @@ def attention_weighted_sums(call: MeasuredCall, columns: Tensor) -> Tensor:
         v=columns.to(dtype),
         shape=request.shape._replace(value_dim=columns.shape[-1], dtype=dtype),
         dropout=0.0,
-        wanted_parts=frozenset(),
+        requested_statistics=frozenset(),
     )
     # If sdpa pads few columns to head_dim, the tiles are faster.
     padding = columns.shape[-1] * 2 < request.shape.head_dim

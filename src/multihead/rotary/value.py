@@ -33,7 +33,7 @@ _ROTATION_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32,
 _ROTATION_DTYPES[torch.float64] = torch.float64
 
 # Equal rotaries, such as those of a model's layers, share tables, which are freed with the last of these rotaries.
-_SHARED_TABLES: WeakValueDictionary[Any, RotationTables] = WeakValueDictionary()
+_TABLES_OF_EQUAL_ROTARIES: WeakValueDictionary[Any, RotationTables] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ class Rotary:
     def _tables_for(self, dim: int, dtype: torch.dtype, device: torch.device) -> RotationTables:
         key = (self.base, self.interleaved, self.scaling, dim, dtype, device)
         new = RotationTables(self.frequencies(dim), self._gain, dtype, device, interleaved=self.interleaved)
-        tables = self._tables[dim, dtype, device] = _SHARED_TABLES.setdefault(key, new)
+        tables = self._tables[dim, dtype, device] = _TABLES_OF_EQUAL_ROTARIES.setdefault(key, new)
         return tables
 
     def _check_tensor_and_positions(self, x: Tensor, positions: object) -> None:

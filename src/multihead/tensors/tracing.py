@@ -19,8 +19,8 @@ from torch.fx.experimental import proxy_tensor
 
 from multihead.tensors.undo import Undo
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 # Private functions of PyTorch, looked up once because every attention call uses them.
 _innermost_transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
@@ -36,7 +36,7 @@ _MODES_WITHOUT_VALUES = (
 )
 
 
-def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+def constant_in_graphs(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Mark a function as constant for torch.compile: evaluated at trace time, not traced.
 
     `torch.compiler.assume_constant_result` does the same, but imports the compiler, which takes a second.
@@ -45,20 +45,20 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-def outside_of_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def outside_of_graphs(reason: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Mark a function for torch.compile: its calls, and all functions that it calls, stay outside of graphs.
 
     `torch.compiler.disable` does the same, but imports the compiler, which takes a second. The reason is a clause in
     PyTorch's error for `fullgraph=True`.
     """
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @cache
-        def disabled_function() -> Callable[P, R]:
+        def disabled_function() -> Callable[Parameters, Result]:
             return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
 
         @wraps(function)
-        def run_outside_of_graph(*args: P.args, **kwargs: P.kwargs) -> R:
+        def run_outside_of_graph(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
             return (disabled_function() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
         run_outside_of_graph._torchdynamo_disable, run_outside_of_graph._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]  # noqa: SLF001

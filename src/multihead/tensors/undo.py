@@ -22,8 +22,8 @@ class Undo:
     """
 
     permanent = False
-    _steps: tuple[Callable[[], object], ...] = ()
-    _uses: tuple[_AttributeUse, ...] = ()
+    _undo_steps: tuple[Callable[[], object], ...] = ()
+    _attribute_uses: tuple[_AttributeUse, ...] = ()
 
     @classmethod
     def run_change(cls, change: Callable[[Undo], object]) -> Undo:
@@ -38,12 +38,12 @@ class Undo:
 
     def add_step(self, step: Callable[[], object]) -> None:
         """Register an undo step; call this before making the change."""
-        self._steps = (*self._steps, step)
+        self._undo_steps = (*self._undo_steps, step)
 
     def set_attribute(self, owner: Any, attribute: str, value: object) -> None:
         """Set an attribute until undone; if several users have set it, the last of them to end restores it."""
         use = _AttributeUse(owner, attribute)
-        self._uses = (*self._uses, use)
+        self._attribute_uses = (*self._attribute_uses, use)
         self.add_step(use.end)
         use.begin(value)
 
@@ -66,9 +66,9 @@ class Undo:
             raise
 
     def _run_steps(self) -> None:
-        while self._steps:
-            self._steps[-1]()
-            self._steps = self._steps[:-1]
+        while self._undo_steps:
+            self._undo_steps[-1]()
+            self._undo_steps = self._undo_steps[:-1]
 
     def __enter__(self) -> Undo:
         return self
@@ -80,9 +80,9 @@ class Undo:
 
     def __del__(self) -> None:
         if self.permanent:
-            for use in self._uses:
+            for use in self._attribute_uses:
                 use.end(restore=False)  # the change is permanent
-        elif self._steps:
+        elif self._undo_steps:
             self.close()
 
 
@@ -96,15 +96,15 @@ class _AttributeUse:
 
     def begin(self, value: object) -> None:
         """Set the attribute to a temporary value."""
-        with _lock:
+        with _attribute_lock:
             self.value_before = getattr(self.owner, self.attribute, None)
-            _uses[self._attribute_key] = [*_uses.get(self._attribute_key, ()), self]
+            _active_attribute_uses[self._attribute_key] = [*_active_attribute_uses.get(self._attribute_key, ()), self]
             setattr(self.owner, self.attribute, value)
 
     def end(self, *, restore: bool = True) -> None:
         """Restore the attribute, unless a later use is active, which then restores it."""
-        with _lock:
-            uses = _uses.get(self._attribute_key, [])
+        with _attribute_lock:
+            uses = _active_attribute_uses.get(self._attribute_key, [])
             if self not in uses:
                 return  # this use has not begun, or has ended
             later = uses[uses.index(self) + 1 :]
@@ -112,18 +112,18 @@ class _AttributeUse:
                 later[0].value_before = self.value_before
             elif restore:
                 setattr(self.owner, self.attribute, self.value_before)
-            _uses[self._attribute_key] = [use for use in uses if use is not self]
-            if not _uses[self._attribute_key]:
-                del _uses[self._attribute_key]
+            _active_attribute_uses[self._attribute_key] = [use for use in uses if use is not self]
+            if not _active_attribute_uses[self._attribute_key]:
+                del _active_attribute_uses[self._attribute_key]
 
     @property
     def _attribute_key(self) -> tuple[int, str]:
         return id(self.owner), self.attribute
 
 
-_lock = RLock()  # reentrant, because deletion of an object may run a step during another step
+_attribute_lock = RLock()  # reentrant, because deletion of an object may run a step during another step
 # (object id, attribute) -> its uses, in the order in which they began.
-_uses: dict[tuple[int, str], list[_AttributeUse]] = {}
+_active_attribute_uses: dict[tuple[int, str], list[_AttributeUse]] = {}
 
 
 def _remove_hook(module: Any, hook: Callable[..., Any]) -> None:

@@ -335,7 +335,7 @@ def _count_attention_calls(show: ShowStep, step: str, total: int | None) -> Iter
     done = 0
 
     class CallCounter:
-        wanted_parts: frozenset[Any] = frozenset()
+        requested_statistics: frozenset[Any] = frozenset()
 
         def receive(self, call: Any) -> None:
             nonlocal done

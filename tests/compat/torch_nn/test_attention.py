@@ -305,7 +305,7 @@ def test_hooks_on_the_output_projection_fire_and_listeners_receive_the_layer_its
     heard: list[Any] = []
 
     class Ear:
-        wanted_parts: frozenset[str] = frozenset()
+        requested_statistics: frozenset[str] = frozenset()
 
         def receive(self, call: Any) -> None:
             heard.append(call)

@@ -129,7 +129,7 @@ def test_lengths_in_a_tensor_are_read_in_each_call() -> None:
 
 
 class Quiet:
-    wanted_parts: frozenset[PartName] = frozenset()
+    requested_statistics: frozenset[PartName] = frozenset()
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []

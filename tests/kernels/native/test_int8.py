@@ -16,7 +16,7 @@ from multihead.functional import attend, request_of
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import eager, kernel, library
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.kernels.quantised import Scales, quantise
+from multihead.kernels.quantised import Int8Scales, quantise
 from multihead.layer import attention
 from multihead.masks import Mask
 from multihead.probes import PROBES
@@ -55,7 +55,9 @@ def drawn(
     q = torch.randn(2, 2 * group, queries, dims[0]).to(dtype)
     (k, k_scales), (v, v_scales) = (quantise(torch.randn(2, 2, keys + 5, dim)) for dim in dims)
     k, k_scales, v, v_scales = (each[:, :, 2 : 2 + keys] for each in (k, k_scales, v, v_scales))
-    return request_of(q, k, v, scales=Scales(k_scales[..., 0], v_scales[..., 0]), query_start=keys - queries, **given)
+    return request_of(
+        q, k, v, scales=Int8Scales(k_scales[..., 0], v_scales[..., 0]), query_start=keys - queries, **given
+    )
 
 
 def expected(request: AttentionRequest) -> Tensor:
@@ -116,9 +118,11 @@ def test_a_query_of_nan_is_nan_alone(instructions: str) -> None:
 def test_statistics_are_those_of_the_expanded_keys_and_change_no_bit(instructions: str) -> None:
     request = drawn(queries=2, dtype=torch.float32, mask=masks.Causal())
     quiet = kernel.attend(request, bounds_of(request))
-    watched = kernel.attend(replace(request, wanted_parts=PARTS), bounds_of(request))
+    watched = kernel.attend(replace(request, requested_statistics=PARTS), bounds_of(request))
     assert torch.equal(quiet.output, watched.output)
-    wanted = kernel.attend(replace(request.with_dequantised_keys(), wanted_parts=PARTS), bounds_of(request)).statistics
+    wanted = kernel.attend(
+        replace(request.with_dequantised_keys(), requested_statistics=PARTS), bounds_of(request)
+    ).statistics
     for part, value in watched.statistics.items():
         torch.testing.assert_close(value, wanted[part], rtol=1e-3, atol=1e-3)
 
@@ -144,7 +148,7 @@ def test_a_plan_is_made_where_the_keys_must_be_expanded_or_do_not_fit() -> None:
     assert unplanned(drawn(queries=5, dtype=torch.float32)) is None
     request = drawn(dtype=torch.float32)
     assert request.scales is not None
-    assert unplanned(replace(request, scales=Scales(request.scales.k, request.scales.v[:, :, 1:]))) is None
+    assert unplanned(replace(request, scales=Int8Scales(request.scales.k, request.scales.v[:, :, 1:]))) is None
     assert unplanned(replace(request, q=request.q.clone().requires_grad_())) is None
 
 

@@ -257,7 +257,7 @@ def test_train_and_eval_and_a_listener_give_the_same_bits(instructions: str) -> 
         case = long(queries=queries, mask=masks.Causal())
         request = request_of(case.q, case.k, case.v, case.mask, query_start=case.query_start)
         quiet = kernel.attend(request, bounds_of(request))
-        watched = kernel.attend(replace(request, wanted_parts=PARTS), bounds_of(request))
+        watched = kernel.attend(replace(request, requested_statistics=PARTS), bounds_of(request))
         assert torch.equal(watched.output, quiet.output)
         assert torch.equal(watched.logsumexp, quiet.logsumexp)
         assert watched.statistics.keys() == PARTS
@@ -271,7 +271,7 @@ def test_statistics_change_no_bit_of_a_call_of_any_size(instructions: str, queri
         case = long(queries=queries, keys=300, mask=mask, dtype=dtype)
         request = request_of(case.q, case.k, case.v, mask, query_start=case.query_start)
         quiet = kernel.attend(request, bounds_of(request))
-        watched = kernel.attend(replace(request, wanted_parts=PARTS), bounds_of(request))
+        watched = kernel.attend(replace(request, requested_statistics=PARTS), bounds_of(request))
         assert torch.equal(watched.output, quiet.output)
         assert torch.equal(watched.logsumexp, quiet.logsumexp)
 
@@ -326,7 +326,7 @@ from multihead.functional import attend, request_of
 from multihead.kernels.native import kernel
 from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.kernels.quantised import Scales, quantise
+from multihead.kernels.quantised import Int8Scales, quantise
 from dataclasses import replace
 
 torch.set_num_threads(1)
@@ -337,11 +337,11 @@ def run(length, way):
     scales = None
     if "int8" in way:
         (k, k_scales), (v, v_scales) = quantise(k), quantise(v)
-        scales = Scales(k_scales[..., 0], v_scales[..., 0])
+        scales = Int8Scales(k_scales[..., 0], v_scales[..., 0])
     leaves = [x.requires_grad_("gradients" in way) for x in (q,)] + [k, v]
     request = request_of(*leaves, masks.Window(64) | masks.Prefix(8), scales=scales, **options)
     if "statistics" in way:
-        request = replace(request, wanted_parts=PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT})
+        request = replace(request, requested_statistics=PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT})
     output = kernel.attend(request, bounds_of(request)).output
     if "gradients" in way:
         output.sum().backward()

@@ -81,7 +81,7 @@ def test_every_statistic_of_a_drawn_call_is_that_of_its_definition(case: Drawn) 
     exact = oracle.statistics(whole.weights, seen, start=start)
     for name in SETS:
         with library.using_instruction_set(name):
-            attended = kernel.attend(replace(request, wanted_parts=IN_THE_PASS), bounds)
+            attended = kernel.attend(replace(request, requested_statistics=IN_THE_PASS), bounds)
         assert attended.statistics.keys() == set(IN_THE_PASS)
         # bfloat16 scores are products of bfloat16 inputs, summed in float32: as exact as float32's.
         assert_close(attended.statistics, exact, whole.weights, 2e-5)
@@ -217,7 +217,7 @@ def test_only_what_is_wanted_is_measured() -> None:
 def test_the_results_of_an_operator_are_named_by_part() -> None:
     found = statistics_of_one_pass(PARTS_OF_ONE_PASS, special=True)
     rows = torch.arange(9.0)[:, None, None, None].expand(9, 2, 3, 4)
-    parts = found.results(rows, torch.full((2, 3, 4), 7))
+    parts = found.name_results(rows, torch.full((2, 3, 4), 7))
     assert found.requested_bits == 255
     order = ("entropy", "largest_weight", "mean_distance", "distance_spread", *OFFSET_WEIGHTS, ("first_keys_mass", 1))
     assert [float(parts[part][0, 0, 0]) for part in (*order, SPECIAL_KEYS_WEIGHT)] == list(range(9))

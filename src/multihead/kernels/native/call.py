@@ -129,7 +129,7 @@ def forward(job: OperatorCall, statistics: tuple[Any, ...] = ()) -> tuple[Tensor
     `statistics` are the operator's arguments after `v_scales`; () measures no statistics.
 
     Returns:
-        Output (batch, heads, queries, value_dim), logsumexp (batch, heads, queries), the wanted statistics
+        Output (batch, heads, queries, value_dim), logsumexp (batch, heads, queries), the requested statistics
         (number, batch, heads, queries), and the largest keys (batch, heads, queries) or (0).
     """
     request = job.request

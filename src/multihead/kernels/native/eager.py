@@ -22,7 +22,7 @@ from multihead.kernels.native.operator import DTYPES
 from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT, statistics_of_one_pass
 from multihead.kernels.parts import PartName
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.kernels.quantised import Scales
+from multihead.kernels.quantised import Int8Scales
 from multihead.masks import Lengths, Mask, Window
 from multihead.masks.base import Band
 from multihead.tensors.shapes import MAX_POSITION, AttentionShape
@@ -38,7 +38,7 @@ EAGER_STATISTICS = statistics_of_one_pass(PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIG
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments, scales: Scales | None = None
+    q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments, scales: Int8Scales | None = None
 ) -> tuple[Tensor, ...] | None:
     """Compute a call on the fast path; None if the call needs a plan, has listeners, or is invalid.
 
@@ -81,7 +81,7 @@ def statistics(q: Tensor, k: Tensor, terms: AttentionArguments) -> tuple[Tensor,
         _, logsumexp, *results = _eager_operator(q, k, None, *band, scale, softcap, EAGER_STATISTICS.requested_bits)
     except RuntimeError:
         return None
-    return logsumexp, EAGER_STATISTICS.results(*results)
+    return logsumexp, EAGER_STATISTICS.name_results(*results)
 
 
 def _band_and_query_start(

@@ -23,7 +23,7 @@ from multihead.kernels.native.call import (
     queries_per_block,
 )
 from multihead.kernels.native.operator import DTYPES
-from multihead.kernels.native.statistics import select_wanted_statistics
+from multihead.kernels.native.statistics import choose_operator_statistics
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import with_values
@@ -67,7 +67,7 @@ def reads_int8(request: AttentionRequest) -> bool:
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
-    """Compute a request and its wanted statistics in one pass over the keys."""
+    """Compute a request and the statistics that it requests in one pass over the keys."""
     job = operator_call_of(request, bounds)
     if has_tracer_or_mode():
         return _attend_in_graph(job)
@@ -88,12 +88,12 @@ def operator_call_of(request: AttentionRequest, bounds: KeyBounds) -> OperatorCa
 
 
 def _attend_without_gradients(job: OperatorCall) -> AttentionResult:
-    """Compute a call and its wanted statistics without recording gradients."""
-    if not job.request.wanted_parts:
+    """Compute a call and its requested statistics without recording gradients."""
+    if not job.request.requested_statistics:
         return AttentionResult(*forward(job)[:2])
-    found, arguments = select_wanted_statistics(job.request, job.bounds, job.request.wanted_parts)
+    found, arguments = choose_operator_statistics(job.request, job.bounds, job.request.requested_statistics)
     output, logsumexp, *results = forward(job, arguments)
-    return AttentionResult(output, logsumexp, found.results(*results))
+    return AttentionResult(output, logsumexp, found.name_results(*results))
 
 
 def _attend_in_graph(job: OperatorCall) -> AttentionResult:

@@ -137,15 +137,15 @@ def _gradients_of_attention(
             "Leave out pre_dispatch=True of make_fx, or the gradient in the function that torch.export records.",
         )
     output, logsumexp, *tensors, seed = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
+    of_bias, of_relative, of_sinks = ctx.needs_input_grad[6:9]
     if grad_output is None:
         grad_output = torch.zeros_like(output)
     numbers = (ctx.scale, ctx.softcap, ctx.dropout, seed, *ctx.place)
     dq, dk, dv, dbias, dsinks = torch.ops.multihead.attention_backward(
-        output, logsumexp, grad_output, grad_logsumexp, *tensors, *numbers, bias_wanted=wanted[6] or wanted[7]
+        output, logsumexp, grad_output, grad_logsumexp, *tensors, *numbers, bias_wanted=of_bias or of_relative
     )
     nothing = (None,) * 3  # start, stop, visible
-    of_scores = (dbias if wanted[6] else None, dbias if wanted[7] else None, dsinks if wanted[8] else None)
+    of_scores = (dbias if of_bias else None, dbias if of_relative else None, dsinks if of_sinks else None)
     return dq, dk, dv, *nothing, *of_scores, *(None,) * 15
 
 

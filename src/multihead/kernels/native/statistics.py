@@ -50,13 +50,13 @@ class OperatorStatistics(NamedTuple):
 
     Attributes:
         requested_bits: the sum of the statistics' flags (powers of 2), an argument of the operator.
-        parts: the statistic in each row of the result, None for an unwanted row; the largest key comes last.
+        parts: the statistic in each row of the result, None for a row that was not requested; the largest key is last.
     """
 
     requested_bits: int
     parts: tuple[PartName | None, ...]
 
-    def results(self, measured: Tensor, largest_key: Tensor) -> dict[PartName, Tensor]:
+    def name_results(self, measured: Tensor, largest_key: Tensor) -> dict[PartName, Tensor]:
         """Convert the last two results of the operator to a dict: statistic -> (batch, heads, queries)."""
         found: dict[Any, Tensor] = dict(zip(self.parts, (*measured.unbind(), largest_key), strict=False))
         found.pop(None, None)
@@ -65,12 +65,12 @@ class OperatorStatistics(NamedTuple):
 
 @lru_cache(maxsize=256)
 def statistics_of_one_pass(
-    wanted: frozenset[PartName], *, special: bool = False, packed: bool = False
+    requested: frozenset[PartName], *, special: bool = False, packed: bool = False
 ) -> OperatorStatistics:
-    """Return the wanted statistics that the operator measures in one pass.
+    """Return the requested statistics that the operator measures in one pass.
 
     Args:
-        wanted: statistics of `parts.PARTS`; statistics outside PARTS_OF_ONE_PASS are ignored.
+        requested: statistics of `parts.PARTS`; statistics outside PARTS_OF_ONE_PASS are ignored.
         special: whether special keys are given.
         packed: whether samples are packed into one row, each with its own first key; these first keys are passed as
             special keys, of which a query sees only that of its sample.
@@ -82,22 +82,22 @@ def statistics_of_one_pass(
         rows["special_keys_weight"] = ()
     statistics, parts = 0, []
     for bit, of_name in enumerate(rows.values()):
-        if wanted.intersection(of_name):
+        if requested.intersection(of_name):
             statistics |= 1 << bit
-            parts += [part if part in wanted else None for part in of_name]
+            parts += [part if part in requested else None for part in of_name]
     return OperatorStatistics(statistics, tuple(parts))
 
 
-def select_wanted_statistics(
-    request: AttentionRequest, bounds: KeyBounds, wanted: Collection[PartName], special_keys: Tensor | None = None
+def choose_operator_statistics(
+    request: AttentionRequest, bounds: KeyBounds, requested: Collection[PartName], special_keys: Tensor | None = None
 ) -> tuple[OperatorStatistics, tuple[Any, ...]]:
-    """Return the wanted statistics that one pass measures, and the operator's arguments after `v_scales`.
+    """Return the requested statistics that one pass measures, and the operator's arguments after `v_scales`.
 
     The weight on special keys is ignored if special_keys, (batch, keys) bool, is None.
     """
     batch = request.shape.batch
-    packed = request.packed_lengths is not None and special_keys is None and FIRST_KEY_WEIGHT in wanted
-    found = statistics_of_one_pass(frozenset(wanted), special=special_keys is not None, packed=packed)
+    packed = request.packed_lengths is not None and special_keys is None and FIRST_KEY_WEIGHT in requested
+    found = statistics_of_one_pass(frozenset(requested), special=special_keys is not None, packed=packed)
     start: int | Tensor | None = request.query_start
     if isinstance(start, int):
         start = torch.full((batch,), start, device="cpu") if start else None
@@ -140,9 +140,9 @@ def measure_in_one_pass(
 
     The dropout of the request is ignored; special_keys is (batch, keys) bool, or None.
     """
-    found, arguments = select_wanted_statistics(request, bounds, parts, special_keys)
+    found, arguments = choose_operator_statistics(request, bounds, parts, special_keys)
     _, logsumexp, *results = forward(OperatorCall(request, bounds, with_values=False), arguments)
-    return logsumexp, found.results(*results)
+    return logsumexp, found.name_results(*results)
 
 
 def sum_weights_per_key(

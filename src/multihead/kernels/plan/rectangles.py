@@ -53,13 +53,13 @@ class Rectangle:
 class _RowGroup:
     """Consecutive queries whose key intervals are constant, grow by one key per query, or follow no rule ("any").
 
-    `rows` and `columns` are as in `Rectangle`; `first_stop` is one past the last key that the first query sees.
+    `rows` and `columns` are as in `Rectangle`; `first_row_stop` is one past the last key that the first query sees.
     """
 
     rows: tuple[int, int]
     columns: tuple[int, int]
     interval_rule: IntervalRule
-    first_stop: int
+    first_row_stop: int
 
     @property
     def cost(self) -> float:
@@ -146,7 +146,7 @@ def _merge_cheap_groups(groups: list[_RowGroup]) -> list[_RowGroup]:
         while kept and kept[-1].rows[1] == newest.rows[0]:
             last = kept[-1]
             columns = (min(last.columns[0], newest.columns[0]), max(last.columns[1], newest.columns[1]))
-            both = _RowGroup((last.rows[0], newest.rows[1]), columns, "any", last.first_stop)
+            both = _RowGroup((last.rows[0], newest.rows[1]), columns, "any", last.first_row_stop)
             if both.cost > last.cost + newest.cost:
                 break
             kept.pop()
@@ -162,7 +162,7 @@ def _rectangles_of_group(group: _RowGroup, sample: int | None) -> list[Rectangle
             Rectangle(sample, group.rows, group.columns, "full" if group.interval_rule == "constant" else "partial")
         ]
     # Rows that see s, s + 1, ... keys: a full rectangle of the keys before the diagonal, and a causal triangle.
-    first, diagonal = group.columns[0], group.first_stop - 1
+    first, diagonal = group.columns[0], group.first_row_stop - 1
     parts = [Rectangle(sample, group.rows, (diagonal, group.columns[1]), "causal")]
     if diagonal > first:
         parts.append(Rectangle(sample, group.rows, (first, diagonal), "full"))
@@ -176,6 +176,6 @@ def _masked_blocks_of_group(group: _RowGroup, sample: int | None) -> list[Rectan
         last = min(row + BLOCK_ROWS, group.rows[1])
         stop = group.columns[1]
         if group.interval_rule == "growing":
-            stop = group.first_stop + last - 1 - group.rows[0]
+            stop = group.first_row_stop + last - 1 - group.rows[0]
         blocks.append(Rectangle(sample, (row, last), (group.columns[0], stop), "partial"))
     return blocks

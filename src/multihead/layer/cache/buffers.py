@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, ShapeError
-from multihead.kernels.quantised import Scales, quantise
+from multihead.kernels.quantised import Int8Scales, quantise
 from multihead.layer.cache.positions import SlotCounts
 from multihead.tensors.shapes import numbers_per_sample
 from multihead.tensors.tracing import is_in_backward_pass, is_traced
@@ -121,7 +121,7 @@ class CachedKeyValues(NamedTuple):
     query_start: int | Tensor
     lengths: Tensor | None = None
     key_start: int | Tensor = 0
-    scales: Scales | None = None
+    scales: Int8Scales | None = None
 
 
 class KeyValueBuffers:
@@ -273,7 +273,7 @@ class KeyValueBuffers:
         k, v = self.tensors[0][:, :, first:stop], self.tensors[1][:, :, first:stop]
         factors = None
         if self.int8:
-            factors = Scales(self.tensors[2][:, :, first:stop, 0], self.tensors[3][:, :, first:stop, 0])
+            factors = Int8Scales(self.tensors[2][:, :, first:stop, 0], self.tensors[3][:, :, first:stop, 0])
         if self.window is None:
             return CachedKeyValues(k, v, start, lengths, 0, factors)
         cached = CachedKeyValues(k, v, start - first, lengths, self.slot_counts.dropped + first, factors)

@@ -13,7 +13,7 @@ from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from multihead.errors.arguments import check_integer
 from multihead.kernels import head_changes
 from multihead.kernels.call import PositionInSequence
-from multihead.kernels.quantised import Scales, quantise
+from multihead.kernels.quantised import Int8Scales, quantise
 from multihead.layer.cache.buffers import (
     SPARE_SLOTS,
     CachedKeyValues,
@@ -41,11 +41,11 @@ class ProjectedMemory(NamedTuple):
     k: Tensor
     v: Tensor
     lengths: Tensor | None = None
-    scales: Scales | None = None
+    scales: Int8Scales | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ProjectedMemory:
         """Return a copy in which a function is applied to each tensor."""
-        scales = None if self.scales is None else Scales(*map(function, self.scales))
+        scales = None if self.scales is None else Int8Scales(*map(function, self.scales))
         lengths = None if self.lengths is None else function(self.lengths)
         return ProjectedMemory(function(self.k), function(self.v), lengths, scales)
 
@@ -327,7 +327,7 @@ class KeyValueCache:
         if self.dtype == "int8":
             reject_int8_gradient(k, v)
             (k, k_scales), (v, v_scales) = quantise(k.contiguous()), quantise(v.contiguous())
-            self.memory = ProjectedMemory(k, v, lengths, Scales(k_scales[..., 0], v_scales[..., 0]))
+            self.memory = ProjectedMemory(k, v, lengths, Int8Scales(k_scales[..., 0], v_scales[..., 0]))
         else:
             self.memory = ProjectedMemory(k.contiguous(), v.contiguous(), lengths)
         return self.memory
@@ -373,7 +373,7 @@ class KeyValueCache:
         if self._slot_counts is None and self.memory is None:
             self._changes_when_filled = states or frozenset()
         else:
-            head_changes.check_same_states(self._changes_when_filled, states)
+            head_changes.check_cache_states(self._changes_when_filled, states)
 
     def check_window_fits_mask(self, mask: Mask) -> None:
         """Reject a mask that shows keys outside the window of the cache, because the cache drops these keys.
