@@ -2,14 +2,15 @@
 import { dark, palette, paint, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
-import { drawHeads, fitted } from '../shared/headgrid.js';
+import { drawHeads } from '../shared/headgrid.js';
 import { chanceWords, helpButton } from '../shared/help.js';
 import { keys } from '../shared/keys.js';
 import { kindChips, kindNames, kindTags } from '../shared/kinds.js';
-import { markedRamp } from '../shared/legend.js';
+import { statisticScale } from '../shared/legend.js';
 import { known } from '../shared/numbers.js';
 import { definitions, numbersTable, withUnit } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
+import { fittedToWindow, whenWidthChanges } from '../shared/window.js';
 import { bars, distribution, headPage } from './head.js';
 import { addressOf, choose, D, kindsOf, LIST, shownStatistic, state, summarised, tableStatistics, TWO } from './record.js';
 
@@ -46,8 +47,7 @@ function dim() {
 }
 
 function grid() {
-  const box = $('grid'), held = box.contains(document.activeElement), phone = innerWidth <= 640, one = shownStatistic(), end = ends(one);
-  const shape = fitted(LIST, box.parentElement.clientWidth - 8, { phone, high: innerHeight * .7 });
+  const box = $('grid'), held = box.contains(document.activeElement), one = shownStatistic(), end = ends(one), shape = fittedToWindow(LIST, box);
   drawHeads(box, LIST, shape, i => {
     const link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': [LIST.long(i), kindNames(kindsOf(i)), `${one.label} ${one.text(i)}`, one.level(i)].filter(Boolean).join(', '), onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, cell(one, i, end, shape.cell >= 34));
     link.dataset.i = i;
@@ -56,8 +56,8 @@ function grid() {
   dim();
   if (held) box.querySelector(`[data-i="${state.lit}"]`).focus();
   const signed = state.shows === 'difference';
-  const marks = (signed ? [[0, end], [50, 0], [100, -end]] : [[0, 0], [100, end]]).map(([left, value]) => [left, value ? (signed && value > 0 ? '+' : '') + +(value * one.times).toPrecision(3) + (one.percentage ? ' %' : '') : '0']);
-  $('scale').replaceChildren(markedRamp(signed ? 'apart' : 'ink', 320, marks), el('div', { className: 'note', textContent: [withUnit(one), translate(signed ? 'scale signed' : 'scale largest')].join(translate('join.parts')) }));
+  const marks = (signed ? [[0, end], [50, 0], [100, -end]] : [[0, 0], [100, end]]).map(([left, value]) => [left, value ? (signed && value > 0 ? '+' : '') + one.tick(value) : '0']);
+  $('scale').replaceChildren(...statisticScale(one, signed ? 'apart' : 'ink', marks, translate(signed ? 'scale signed' : 'scale largest')));
 }
 
 function inspect(i) {
@@ -145,11 +145,7 @@ addEventListener('keydown', event => {
 });
 addEventListener('hashchange', route);
 dark.addEventListener('change', draw);
-let width = innerWidth;
-addEventListener('resize', () => {
-  if (innerWidth !== width && shownHead < 0) { grid(); inspect(state.lit); }
-  width = innerWidth;
-});
+whenWidthChanges(() => { if (shownHead < 0) { grid(); inspect(state.lit); } });
 $('filter').oninput = headsTable;
 addEventListener('beforeprint', () => { showRows(true); headsTable(); });
 addEventListener('afterprint', () => { showRows(false); headsTable(); });

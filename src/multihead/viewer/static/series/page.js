@@ -1,11 +1,12 @@
 // The page of a series: the heads at one step, a slider over the steps that can play, and one head over all steps.
 import { dark, paint, palette, tone } from '../shared/colour.js';
-import { $, el, translate } from '../shared/dom.js';
-import { drawHeads, fitted } from '../shared/headgrid.js';
+import { $, el, svg, translate } from '../shared/dom.js';
+import { drawHeads } from '../shared/headgrid.js';
 import { HeadList } from '../shared/headlist.js';
-import { markedRamp } from '../shared/legend.js';
+import { statisticScale } from '../shared/legend.js';
 import { count, known } from '../shared/numbers.js';
 import { definitions, numbersTable, statistic, withUnit } from '../shared/statistics.js';
+import { fittedToWindow, whenWidthChanges } from '../shared/window.js';
 
 const D = JSON.parse($('data').textContent);
 const LIST = new HeadList(D.layers), LAST = D.steps.length - 1;
@@ -36,7 +37,7 @@ function frameOfFilm() {
 }
 
 function grid() {
-  const box = $('grid'), shape = fitted(LIST, box.parentElement.clientWidth - 8, { phone: innerWidth <= 640, high: innerHeight * .7 });
+  const box = $('grid'), shape = fittedToWindow(LIST, box);
   wide = shape.cell >= 34;
   cells = LIST.heads.map((_, i) => el('button', { className: 'cell', tabIndex: i === state.lit ? 0 : -1, onmouseenter: () => inspect(i), onfocus: () => inspect(i) }));
   drawHeads(box, LIST, shape, i => cells[i]);
@@ -44,24 +45,16 @@ function grid() {
 
 function legend() {
   const one = shown(state.id), [low, end] = D.ends[state.id];
-  const marks = [[0, low], [100, end]].map(([left, value]) => [left, +(value * one.times).toPrecision(3) + (one.percentage ? ' %' : '')]);
-  $('scale').replaceChildren(markedRamp('ink', 320, marks), el('div', { className: 'note', textContent: [withUnit(one), translate(one.percentage ? 'scale whole' : 'scale largest')].join(translate('join.parts')) }));
+  $('scale').replaceChildren(...statisticScale(one, 'ink', [[0, one.tick(low)], [100, one.tick(end)]], translate(one.percentage ? 'scale whole' : 'scale largest')));
 }
 
 // A head's line over the steps, from 0 to 1 in both directions; a step at which it was not observed is a gap.
 function line(i) {
-  const svg = name => document.createElementNS('http://www.w3.org/2000/svg', name), drawn = svg('svg');
   const [first, last] = [D.steps[0], D.steps[LAST]], x = at => last > first ? (D.steps[at] - first) / (last - first) : .5;
-  const add = (className, d) => { const path = svg('path'); path.setAttribute('class', className); path.setAttribute('d', d); drawn.append(path); };
   const points = D.steps.map((_, at) => [x(at), D.values[state.id][at][i]]), place = ([left, value]) => `${left.toFixed(4)} ${(1 - share(state.id, value)).toFixed(4)}`;
-  drawn.setAttribute('class', 'line');
-  drawn.setAttribute('viewBox', '0 0 1 1');
-  drawn.setAttribute('preserveAspectRatio', 'none');
-  drawn.setAttribute('role', 'img');
-  drawn.setAttribute('aria-label', translate('line label', { head: LIST.long(i), label: shown(state.id).label }));
-  add('now', `M${x(state.at)} 0V1`);
-  add('course', points.map((point, at) => known(point[1]) ? (at && known(points[at - 1][1]) ? 'L' : 'M') + place(point) : '').join(''));
-  if (known(points[state.at][1])) add('dot', `M${place(points[state.at])}h0`);
+  const course = points.map((point, at) => known(point[1]) ? (at && known(points[at - 1][1]) ? 'L' : 'M') + place(point) : '').join('');
+  const drawn = svg('svg', { class: 'line', viewBox: '0 0 1 1', preserveAspectRatio: 'none', role: 'img', 'aria-label': translate('line label', { head: LIST.long(i), label: shown(state.id).label }) },
+    svg('path', { class: 'now', d: `M${x(state.at)} 0V1` }), svg('path', { class: 'course', d: course }), ...(known(points[state.at][1]) ? [svg('path', { class: 'dot', d: `M${place(points[state.at])}h0` })] : []));
   drawn.onpointerdown = drawn.onpointermove = event => {
     if (event.type === 'pointermove' && !event.buttons) return;
     const box = drawn.getBoundingClientRect(), left = (event.clientX - box.left) / box.width;
@@ -118,8 +111,7 @@ $('grid').addEventListener('keydown', event => {
   if (next >= 0) cells[next].focus();
 });
 dark.addEventListener('change', draw);
-let width = innerWidth;
-addEventListener('resize', () => { if (innerWidth !== width) draw(); width = innerWidth; });
+whenWidthChanges(draw);
 
 definitions($('defs'), D.columns.map(one => [one.id, one.label]), []);
 stop();

@@ -1,21 +1,13 @@
 // How kinds of heads are shown: names and glyphs. A glyph is a small picture of the kind's pattern on 12 x 12 units. A head has one
 // kind or more, the most specific first; the first one is its colour.
-import { el, translate } from './dom.js';
+import { el, svg, translate } from './dom.js';
 import { glyphOf, isOutline, labelOf, LEGEND } from './kindlist.js';
 
 export const kindName = labelOf;
 
-export function glyph(kind) {
-  const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg'), path = document.createElementNS(svg.namespaceURI, 'path');
-  svg.setAttribute('viewBox', '0 0 12 12');
-  svg.setAttribute('aria-hidden', 'true');
-  path.setAttribute('d', glyphOf(kind));
-  // Kinds that were measured on repeated random tokens are the outlines of those of the text.
-  if (isOutline(kind)) Object.entries({ fill: 'none', stroke: 'currentColor', 'stroke-width': 1.4, transform: 'translate(.8 .8) scale(.87)' }).forEach(([name, value]) => path.setAttribute(name, value));
-  else path.setAttribute('fill', 'currentColor');
-  svg.append(path);
-  return svg;
-}
+// Kinds that were measured on repeated random tokens are the outlines of those of the text.
+const OUTLINE = { fill: 'none', stroke: 'currentColor', 'stroke-width': 1.4, transform: 'translate(.8 .8) scale(.87)' };
+export const glyph = kind => svg('svg', { viewBox: '0 0 12 12', 'aria-hidden': 'true' }, svg('path', { d: glyphOf(kind), ...(isOutline(kind) ? OUTLINE : { fill: 'currentColor' }) }));
 
 export const kindNames = kinds => kinds.map(kindName).join(translate('join.comma'));
 export const kindTag = kind => el('span', { className: 'kind', k: kind }, glyph(kind), kindName(kind));

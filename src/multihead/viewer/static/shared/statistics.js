@@ -19,6 +19,7 @@ export function statistic({ id, label, unit, format }, values, full, chance = []
     filled: i => known(values[i]) ? values[i] / (top(i) || 1) : 0,
     number: i => known(values[i]) ? show(values[i]) : '–',
     text: i => known(values[i]) ? show(values[i]) + (percentage ? NBSP + '%' : '') : '–',
+    tick: value => +(value * (percentage ? 100 : 1)).toPrecision(3) + (percentage ? ' %' : ''),
     chance: chance.map(value => known(value) ? show(value) : ''),
     level: i => known(chance[i]) ? translate('chance', { n: show(chance[i]) + (percentage ? NBSP + '%' : '') }) : '',
   };
