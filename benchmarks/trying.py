@@ -93,7 +93,7 @@ def measure(name: str) -> Result:
     seconds = []
     for head in drawn:
         begun = perf_counter()
-        trial.change(run, {head: 0.0}, None, never)
+        trial.change_heads(run, {head: 0.0}, None, never)
         seconds.append(perf_counter() - begun)
     *lines, took = trial.sweep(run, None, never)
     swept = {each["layer"]: each for each in lines}
@@ -104,7 +104,7 @@ def measure(name: str) -> Result:
 @torch.no_grad()
 def error_of(trial: Trial, run: TextRun, head: tuple[int, int], swept: dict[str, Any]) -> float:
     """Return how far the sweep and a click are from a plain run of the whole model without a head."""
-    clicked = trial.change(run, {head: 0.0}, None, never)
+    clicked = trial.change_heads(run, {head: 0.0}, None, never)
     with mh.ablate(trial.loaded.model, head):
         plain = trial.task.predict(trial.loaded.model, run.batch)
     if trial.task.kind == "language":

@@ -267,7 +267,7 @@ def test_bad_input_is_one_sentence_and_neither_are_weights_loaded_nor_is_anythin
 def test_an_empty_text_is_rejected_before_a_model_is_loaded(
     args: tuple[str, ...], sent: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multihead.viewer.looking.load_and_encode", None)
+    monkeypatch.setattr("multihead.viewer.looking.load_model_and_encode_text", None)
     result = run(MODEL, *args, text=sent)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "error: The text is empty. Give at least one word.\n"

@@ -64,7 +64,7 @@ def test_it_serves_the_model_with_the_text_and_says_where(
         "Only this machine can open it. Press Ctrl-C to stop.",
     ]
     (site,) = served
-    described = site.trial.describe("en")
+    described = site.trial.describe_model("en")
     assert described["text"].startswith(text)
     assert described["kind"] == ("encoder" if model == "bert" else "language")
     site.close()

@@ -64,7 +64,7 @@ def test_levels_that_are_cut_while_they_are_shown_are_an_error(
 
 
 def test_levels_in_memory_are_bounded(long: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "MAX_BYTES_IN_MEMORY", 12_000)  # of one head: 33 x 33 cells of 8 bytes, and 33
+    monkeypatch.setattr(routes, "MAX_LEVEL_BYTES_IN_MEMORY", 12_000)  # of one head: 33 x 33 cells of 8 bytes, and 33
     with serving(RecordedRun("run.safetensors", long)) as served:
         progress = until_built(served)
         sentence = (

@@ -55,7 +55,7 @@ def test_a_weight_has_all_its_digits_and_a_hidden_one_has_none() -> None:
 
 
 def test_json_holds_the_same_weights_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloads, "_BLOCK_CELLS", 7)
+    monkeypatch.setattr(downloads, "_WEIGHTS_PER_WRITE", 7)
     sample = watch_tokens(list("abcde"), mask=masks.Causal())
     parts = list(downloads.weights_json(sample, 0, queries=slice(1, 4), keys=slice(0, 3)))
     assert len(parts) > 4

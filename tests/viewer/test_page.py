@@ -60,7 +60,7 @@ def test_a_bundle_holds_each_module_once_after_the_modules_it_imports() -> None:
 
 
 def test_a_module_can_be_given_in_place_of_its_file() -> None:
-    bundle = bundle_script("viewer/static/view/main.js", given=(("viewer/static/view/host.js", "host"),))
+    bundle = bundle_script("viewer/static/view/main.js", replacements=(("viewer/static/view/host.js", "host"),))
     assert "modules['viewer/static/view/host.js'] = host;" in bundle
     assert "location" not in bundle.replace("location.href", "")  # the host alone reads and sets the address
 

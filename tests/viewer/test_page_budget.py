@@ -22,7 +22,7 @@ def size(kept: page_budget.StoredMaps) -> int:
 
 def test_with_room_every_weight_is_held_in_sixteen_bits() -> None:
     kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=10_000_000)
-    assert (kept.mode, kept.bits, kept.reason) == ("whole", 16, "")
+    assert (kept.mode, kept.bits_per_weight, kept.why_incomplete) == ("whole", 16, "")
     heads = {"0/0/0", "0/0/1", "0/0/2", "0/1/0", "0/1/1"}
     maps = {f"runs/0/samples/0/layers/{layer}/maps" for layer in (0, 1)}
     margins = {f"0/{layer} {name}" for layer in (0, 1) for name in ("received", "entropy")}
@@ -38,13 +38,13 @@ def test_a_short_text_needs_no_pooled_maps_beside_its_weights() -> None:
 def test_with_less_room_twelve_bits_are_tried() -> None:
     full = page_budget.encode_fitting_maps(a_record(), sample=0, room=10_000_000)
     kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=int(size(full) * 0.85))
-    assert (kept.mode, kept.bits) == ("whole", 12)
+    assert (kept.mode, kept.bits_per_weight) == ("whole", 12)
     assert 1.6e-5 < kept.largest_rounding_error <= 2.5e-4
 
 
 def test_with_little_room_each_query_keeps_its_largest_weights() -> None:
     kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=80_000)
-    assert (kept.mode, kept.reason) == ("largest", "room")
+    assert (kept.mode, kept.why_incomplete) == ("largest", "room")
     assert kept.weights_per_query >= 1
     assert size(kept) <= 80_000
 
@@ -52,9 +52,9 @@ def test_with_little_room_each_query_keeps_its_largest_weights() -> None:
 def test_where_few_weights_of_a_query_fit_they_take_eight_bits() -> None:
     fine = page_budget.encode_fitting_maps(a_record(), sample=0, room=100_000)
     coarse = page_budget.encode_fitting_maps(a_record(), sample=0, room=60_000)
-    assert (fine.mode, fine.bits) == ("largest", 16)
-    assert fine.weights_per_query >= page_budget.FINE_WEIGHTS_PER_QUERY
-    assert (coarse.mode, coarse.bits) == ("largest", 8)
+    assert (fine.mode, fine.bits_per_weight) == ("largest", 16)
+    assert fine.weights_per_query >= page_budget.MIN_WEIGHTS_OF_16_BITS
+    assert (coarse.mode, coarse.bits_per_weight) == ("largest", 8)
     assert 1 <= coarse.weights_per_query < fine.weights_per_query
     assert coarse.largest_rounding_error <= 4e-3
 
@@ -72,12 +72,12 @@ def test_maps_become_coarser_before_they_are_left_out() -> None:
 
 def test_without_room_the_page_stores_no_map_and_names_the_reason() -> None:
     kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=100)
-    assert (kept.mode, kept.reason, kept.arrays.contents) == ("none", "room", {})
+    assert (kept.mode, kept.why_incomplete, kept.arrays.contents) == ("none", "room", {})
 
 
 def test_statistics_without_a_pooled_map_give_no_map() -> None:
     kept = page_budget.encode_fitting_maps(a_record(keep="statistics"), sample=0, room=10_000_000)
-    assert (kept.mode, kept.reason) == ("none", "statistics")
+    assert (kept.mode, kept.why_incomplete) == ("none", "statistics")
 
 
 def test_statistics_with_a_pooled_map_give_that_map() -> None:
@@ -85,7 +85,7 @@ def test_statistics_with_a_pooled_map_give_that_map() -> None:
     for layer in record.layers:
         layer.sample().statistics["pooled_map"] = torch.rand(layer.num_heads, 60, 60)
     kept = page_budget.encode_fitting_maps(record, sample=0, room=10_000_000)
-    assert (kept.mode, kept.reason) == ("pooled", "statistics")
+    assert (kept.mode, kept.why_incomplete) == ("pooled", "statistics")
     assert kept.weights_per_cell[0] == (2, 2)
 
 
@@ -99,12 +99,12 @@ def test_a_pooled_map_of_other_blocks_is_pooled_anew() -> None:
 def test_of_a_long_text_the_largest_weight_of_each_query_is_kept_and_no_map_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(page_budget, "MAX_CELLS", 1000)
+    monkeypatch.setattr(page_budget, "MAX_READ_WEIGHTS", 1000)
     record = a_record()
     for layer in record.layers:
         layer.sample().statistics["pooled_map"] = torch.rand(layer.num_heads, 60, 60)
     kept = page_budget.encode_fitting_maps(record, sample=0, room=80_000)
-    assert (kept.mode, kept.weights_per_query, kept.reason) == ("largest", 1, "time")
+    assert (kept.mode, kept.weights_per_query, kept.why_incomplete) == ("largest", 1, "time")
     assert [layer.sample().tiles for layer in record.layers] == [[1], []]  # whether there is one
 
 
@@ -112,13 +112,13 @@ def test_of_a_long_text_the_largest_weight_of_each_query_is_kept_and_no_map_is_r
 def test_where_not_even_those_are_had_a_long_text_keeps_its_pooled_maps(
     lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_budget, "MAX_CELLS", 1000)
+    monkeypatch.setattr(page_budget, "MAX_READ_WEIGHTS", 1000)
     record = a_record()
     for layer in record.layers:
         layer.sample().statistics.pop(lacking, None)
     whole = size(page_budget.encode_fitting_maps(a_record(), sample=0, room=80_000))
     kept = page_budget.encode_fitting_maps(record, sample=0, room=whole - 100 if lacking == "room" else 80_000)
-    assert (kept.mode, kept.weights_per_query, kept.reason) == ("pooled", 0, "time")
+    assert (kept.mode, kept.weights_per_query, kept.why_incomplete) == ("pooled", 0, "time")
 
 
 def test_maps_are_read_head_by_head_and_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

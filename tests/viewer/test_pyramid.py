@@ -31,45 +31,45 @@ def order(made: SampleMapLevels) -> list[tuple[int, int]]:
     """Build all levels; returns the order in which heads were finished."""
     finished: list[tuple[int, int]] = []
     while not made.is_finished:
-        before = set(made._left)
+        before = set(made._heads_left)
         made.build_strip()
-        finished += before - set(made._left)
+        finished += before - set(made._heads_left)
     return finished
 
 
 def test_heads_are_built_in_their_order() -> None:
     made = made_pyramid()
-    assert (made.heads_done, made.total) == (0, 4)
+    assert (made.num_built_heads, made.num_heads) == (0, 4)
     assert order(made) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert (made.heads_done, made.is_finished, made.build_strip()) == (4, True, False)
+    assert (made.num_built_heads, made.is_finished, made.build_strip()) == (4, True, False)
 
 
 def test_the_head_in_view_is_built_first() -> None:
     made = made_pyramid()
-    made.move_to_front((1, 0))
-    made.move_to_front((1, 1), (0, 1))
+    made.move_heads_to_front((1, 0))
+    made.move_heads_to_front((1, 1), (0, 1))
     assert order(made) == [(1, 1), (0, 1), (1, 0), (0, 0)]
 
 
 def test_what_was_begun_is_not_lost_when_another_head_comes_into_view() -> None:
     made = made_pyramid()
     made.build_strip()
-    begun = made.heads_done
+    begun = made.num_built_heads
     assert 0 < begun < 1
-    made.move_to_front((1, 1))
+    made.move_heads_to_front((1, 1))
     assert order(made) == [(1, 1), (0, 0), (0, 1), (1, 0)]
 
 
 def test_a_head_that_is_built_or_unknown_is_not_wanted() -> None:
     made = made_pyramid()
     order(made)
-    made.move_to_front((0, 0), (7, 7))
+    made.move_heads_to_front((0, 0), (7, 7))
     assert not made.build_strip()
 
 
 def test_short_texts_have_nothing_to_build() -> None:
     made = SampleMapLevels(watch(2), 0, None)
-    assert (made.total, made.is_finished, made.build_strip()) == (0, True, False)
+    assert (made.num_heads, made.is_finished, made.build_strip()) == (0, True, False)
     assert describe_building_progress(made) == {"state": "ready", "done": 0, "total": 0, "inMemory": False}
 
 
@@ -77,11 +77,11 @@ def test_what_is_kept_in_the_folder_is_not_built_again(tmp_path: Path) -> None:
     record = watch(layers=2, mask=masks.Causal())
     folder = tmp_path / "run.levels"
     first = SampleMapLevels(record, 0, folder)
-    first.move_to_front((1, 0))
+    first.move_heads_to_front((1, 0))
     while not first.is_built(1, 0):
         first.build_strip()
     again = SampleMapLevels(record, 0, folder)
-    assert (again.heads_done, again.total) == (1, 4)
+    assert (again.num_built_heads, again.num_heads) == (1, 4)
     order(again)
     assert sorted(each.name for each in folder.iterdir()) == [
         "layer-0.sample-0.safetensors",
@@ -89,7 +89,7 @@ def test_what_is_kept_in_the_folder_is_not_built_again(tmp_path: Path) -> None:
     ]
     assert SampleMapLevels(record, 0, folder).is_finished
     another = watch(layers=2, mask=masks.Causal(), seed=1)
-    assert SampleMapLevels(another, 0, folder).heads_done == 0
+    assert SampleMapLevels(another, 0, folder).num_built_heads == 0
 
 
 def test_states_of_a_pyramid() -> None:
@@ -114,7 +114,7 @@ def test_the_sample_opened_last_is_built_first_and_progress_is_reported() -> Non
     assert builder.queue_sample("second", lambda: second) is second
     while not second.is_finished:
         assert builder.build_strip()
-    assert first.heads_done == 0
+    assert first.num_built_heads == 0
     while builder.build_strip():
         pass
     assert first.is_finished

@@ -391,19 +391,22 @@ def test_the_rounding_that_is_printed_is_a_bound(value: float, text: str) -> Non
     ("store", "part"),
     [
         (
-            StoredMaps(mode="whole", bits=12, largest_rounding_error=0.000244),
+            StoredMaps(mode="whole", bits_per_weight=12, largest_rounding_error=0.000244),
             "in 12 bits on a square-root scale: a value shown is within ±0.025 ",
         ),
-        (StoredMaps(mode="largest", weights_per_query=9, reason="room"), "each query’s 9 largest weights"),
+        (StoredMaps(mode="largest", weights_per_query=9, why_incomplete="room"), "each query’s 9 largest weights"),
         (
-            StoredMaps(mode="largest", weights_per_query=1, reason="time"),
+            StoredMaps(mode="largest", weights_per_query=1, why_incomplete="time"),
             "each query’s largest weight, within ±0 percentage points; reading all the others would take minutes",
         ),
-        (StoredMaps(mode="pooled", reason="room"), "single weights are left out to stay under 20 MB."),
-        (StoredMaps(mode="pooled", reason="time"), "reading every weight would take minutes"),
-        (StoredMaps(mode="pooled", reason="statistics"), "q and k were not recorded, so this page holds pooled maps"),
-        (StoredMaps(reason="statistics"), "q and k were not recorded, so there is no map."),
-        (StoredMaps(reason="room"), "All maps are left out to stay under 20 MB."),
+        (StoredMaps(mode="pooled", why_incomplete="room"), "single weights are left out to stay under 20 MB."),
+        (StoredMaps(mode="pooled", why_incomplete="time"), "reading every weight would take minutes"),
+        (
+            StoredMaps(mode="pooled", why_incomplete="statistics"),
+            "q and k were not recorded, so this page holds pooled maps",
+        ),
+        (StoredMaps(why_incomplete="statistics"), "q and k were not recorded, so there is no map."),
+        (StoredMaps(why_incomplete="room"), "All maps are left out to stay under 20 MB."),
     ],
 )
 def test_the_foot_says_what_the_page_holds_and_why_not_more(store: StoredMaps, part: str) -> None:

@@ -88,7 +88,7 @@ class TestTheCache:
         for index in range(200):
             cache.put(index % 70, np.zeros(index % 40))
             assert cache.num_bytes <= 1000
-            assert cache.num_bytes == sum(each.nbytes for each in cache._kept.values())
+            assert cache.num_bytes == sum(each.nbytes for each in cache._arrays.values())
 
     def test_what_is_larger_than_all_the_room_is_not_kept(self) -> None:
         cache = ArrayCache(max_bytes=100)
@@ -198,7 +198,7 @@ class TestTheWorkers:
             held.wait(5)
             return len(steps) < 4
 
-        workers = WorkerThreads(1, idle=step)
+        workers = WorkerThreads(1, run_background_step=step)
         workers.announce_background_work()
         while not steps:
             time.sleep(0.001)

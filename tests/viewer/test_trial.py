@@ -267,7 +267,7 @@ class TestALanguageModel:
         trial = Trial(load_for_trial(describe(str(folder / "llama")), device="cpu", dtype="auto"))
         trial.loaded.model.requires_grad_(False)
         run = trial.read_text(TEXT, lambda: False)
-        found = trial.change(run, {(2, 1): 0.0}, None, lambda: False)
+        found = trial.change_heads(run, {(2, 1): 0.0}, None, lambda: False)
         assert found["losses"][1:] == pytest.approx(losses_of(trial, TEXT, logits_of(trial, TEXT, L2H1=0.0)), rel=1e-5)
         assert (found["layers"], found["whole"]) == ([0, 2], True)
         assert found["why_whole"].startswith("its layers pass more to each other")

@@ -134,7 +134,7 @@ def look(
         from multihead.record.analysis.roles import rows_with_roles
         from multihead.record.memory_use import memory_of
         from multihead.viewer.looking import (
-            load_and_encode,
+            load_model_and_encode_text,
             measure_on_repeated_tokens,
             prepare_inputs,
             run_and_record,
@@ -144,7 +144,7 @@ def look(
         for each in (text if sound is None else None, decoder_text):
             if each is not None:
                 check_text(each)
-        loaded, encoded = load_and_encode(
+        loaded, encoded = load_model_and_encode_text(
             found,
             text if sound is None else None,
             tokens=tokens,

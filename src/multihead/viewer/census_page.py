@@ -25,7 +25,7 @@ from multihead.probes.probe import SHARE_FORMAT
 from multihead.record.analysis.highlights import LayerKinds
 from multihead.record.summaries import SummaryName
 from multihead.viewer.columns import describe_column, legend_of_kinds
-from multihead.viewer.page import number_or_none, numbers_or_none, render_heads_page
+from multihead.viewer.page import render_heads_page, round_all_for_json, round_for_json
 from multihead.viewer.payload import statistics_per_head
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ MAX_CHANGED_HEADS = 6
 MIN_SHOWN_DIVERGENCE = 0.0005
 """Divergence in nats below which the page shows 0.000, so a head with less is not named as changed."""
 
-HEADS_PER_KIND = 3
+MAX_NAMED_HEADS_PER_KIND = 3
 """Number of heads that the first screen names per kind."""
 
 BARS_PER_HISTOGRAM = 40
@@ -95,7 +95,7 @@ def write_census_page(
     data = page_data(runs, lang)
     strongest = [each.heads["examples"].to_pylist() for each in runs]
     for kept in range(max(each.plan.examples for each in runs), -1, -1):
-        page = _render_census(data | {"kept": kept} | _examples_of_runs(runs, strongest, kept), runs, lang)
+        page = _render_census(data | {"kept": kept} | _encode_examples(runs, strongest, kept), runs, lang)
         if len(page) <= max_bytes:
             write_atomically(path, page)
             return path
@@ -112,7 +112,7 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
     profiles = [run.profiles() for run in runs]
     columns = [describe_column(shown, lang) for name, shown in first.plan.statistics.items() if name in counted]
     axes = {each["id"]: _axis_limits_per_head(runs, each["id"], each["format"]) for each in columns}
-    own = _own_statistics(first, profiles[0], columns)
+    own = _first_statistic_of_each_head(first, profiles[0], columns)
     kinds = dict.fromkeys(kind for run in runs for kind in run.all_kinds)
     return {
         "title": escape_controls(first.plan.title),
@@ -125,11 +125,11 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
         "legend": legend_of_kinds(kinds, chain(*profiles), lang),
         **({"divergence": _divergence_of_each_head(*runs)} if len(runs) > 1 else {}),
         "axes": {
-            name: [[number_or_none(end, SIGNIFICANT_DIGITS) for end in ends] for ends in found]
+            name: [[round_for_json(end, SIGNIFICANT_DIGITS) for end in ends] for ends in found]
             for name, found in axes.items()
         },
         "own": own,
-        "findings": _findings(runs, dict(zip(_heads_of_census(first), own, strict=True)), lang),
+        "findings": _describe_findings(runs, dict(zip(_heads_of_census(first), own, strict=True)), lang),
         "runs": [_data_of_run(run, runs, one, axes) for run, one in zip(runs, profiles, strict=True)],
     }
 
@@ -162,7 +162,9 @@ def _data_of_run(
     }
 
 
-def _own_statistics(run: Census, profiles: Sequence[LayerKinds], columns: Sequence[Mapping[str, Any]]) -> list[str]:
+def _first_statistic_of_each_head(
+    run: Census, profiles: Sequence[LayerKinds], columns: Sequence[Mapping[str, Any]]
+) -> list[str]:
     """Return per head the statistic that its page shows first: that of its kind, or the share farthest above chance."""
     counted = [each["id"] for each in columns]
     shares = [each["id"] for each in columns if each["format"] == SHARE_FORMAT]
@@ -180,18 +182,20 @@ def _own_statistics(run: Census, profiles: Sequence[LayerKinds], columns: Sequen
     return found
 
 
-def _findings(runs: list[Census], own: Mapping[tuple[int, int], str], lang: str) -> list[dict[str, Any]]:
+def _describe_findings(
+    runs: list[Census], first_statistics: Mapping[tuple[int, int], str], lang: str
+) -> list[dict[str, Any]]:
     """Return the findings on the first screen: the most notable heads, or those that differ most between censuses.
 
     Args:
         runs: the censuses.
-        own: (layer, head) -> name of the statistic that the head's page shows first.
+        first_statistics: (layer, head) -> name of the statistic that the head's page shows first.
         lang: "en" or "zh".
     """
     found: list[dict[str, Any]] = []
     if len(runs) == 1:
         for one in runs[0].findings(lang=lang):
-            place = {"layer": one.layer, "head": one.head, "statistic": own[one.layer, one.head]}
+            place = {"layer": one.layer, "head": one.head, "statistic": first_statistics[one.layer, one.head]}
             found.append(place | {"sentence": one.sentence, "count": one.count})
         return found
     for each in runs[0].changed(runs[1], top=MAX_CHANGED_HEADS):
@@ -216,7 +220,7 @@ def _heads_per_kind(run: Census) -> list[dict[str, Any]]:
             "chance": chance,
             "best": [
                 {"layer": one.layer, "head": one.head, "share": kind.format_value(one.share)}
-                for one in heads[:HEADS_PER_KIND]
+                for one in heads[:MAX_NAMED_HEADS_PER_KIND]
             ],
         }
         for kind, heads, chance in run.kind_counts()
@@ -266,7 +270,7 @@ def _summaries_of_heads(run: Census, heads: list[tuple[int, int]], name: str) ->
     found: dict[str, list[float | None]] = {}
     for of in get_args(SummaryName):
         known = {
-            (layer.number, head): number_or_none(value, SIGNIFICANT_DIGITS)
+            (layer.number, head): round_for_json(value, SIGNIFICANT_DIGITS)
             for layer in run.layers
             for head, value in enumerate(layer.summary(of, [name]).get(name, ()))
             if run.numbers["count"][run.row_of_head[layer.number, name, head]]
@@ -287,7 +291,7 @@ def _histogram_bars_per_head(
         values, counts = run.histogram(layer, head, name)
         place = ((values - low) / (high - low) * BARS_PER_HISTOGRAM).astype(np.int64).clip(0, BARS_PER_HISTOGRAM - 1)
         bars = np.bincount(place, counts, minlength=BARS_PER_HISTOGRAM)
-        found.append(numbers_or_none(bars / max(1, counts.sum()), SIGNIFICANT_DIGITS))
+        found.append(round_all_for_json(bars / max(1, counts.sum()), SIGNIFICANT_DIGITS))
     return found
 
 
@@ -296,27 +300,30 @@ def _divergence_of_each_head(before: Census, after: Census) -> dict[str, list[fl
     found = {(each.layer, each.head): {"": each.divergence, **each.divergences} for each in before.changed(after)}
     names = dict.fromkeys(name for each in found.values() for name in each)
     return {
-        name: [number_or_none(found.get(head, {}).get(name), SIGNIFICANT_DIGITS) for head in _heads_of_census(before)]
+        name: [round_for_json(found.get(head, {}).get(name), SIGNIFICANT_DIGITS) for head in _heads_of_census(before)]
         for name in names
     }
 
 
-def _examples_of_runs(runs: list[Census], strongest: list[list[Any]], kept: int) -> dict[str, Any]:
+def _encode_examples(runs: list[Census], examples_of_rows: list[list[Any]], num_kept: int) -> dict[str, Any]:
     """Return the strongest examples per census, statistic and head; tokens are stored as indices of the list "words".
 
     Args:
         runs: the censuses.
-        strongest: per census, the examples of each row of its table of heads.
-        kept: number of examples that are kept per row.
+        examples_of_rows: per census, the examples of each row of its table of heads.
+        num_kept: number of examples that the page keeps per row.
     """
-    words: dict[str, int] = {}
+    token_indices: dict[str, int] = {}
     found = []
-    for run, lists in zip(runs, strongest, strict=True):
+    for run, examples in zip(runs, examples_of_rows, strict=True):
         names = dict.fromkeys(name for _, name, _ in run.row_of_head)
         found.append(
             {
                 name: [
-                    [_encode_example(each, words) for each in lists[run.row_of_head[layer, name, head]][:kept]]
+                    [
+                        _encode_example(each, token_indices)
+                        for each in examples[run.row_of_head[layer, name, head]][:num_kept]
+                    ]
                     if (layer, name, head) in run.row_of_head
                     else []
                     for layer, head in _heads_of_census(runs[0])
@@ -324,16 +331,16 @@ def _examples_of_runs(runs: list[Census], strongest: list[list[Any]], kept: int)
                 for name in names
             }
         )
-    return {"examples": found, "words": list(words)}
+    return {"examples": found, "words": list(token_indices)}
 
 
-def _encode_example(each: Mapping[str, Any], words: dict[str, int]) -> list[Any]:
+def _encode_example(example: Mapping[str, Any], token_indices: dict[str, int]) -> list[Any]:
     """Return an example as a list: value, "SHARD:TEXT", position, key, its token, first position, tokens, values."""
-    key = words.setdefault(_readable_token(each["key_token"]), len(words))
-    tokens = [words.setdefault(_readable_token(token), len(words)) for token in each["tokens"]]
-    value, *values = (number_or_none(value, SIGNIFICANT_DIGITS) for value in (each["value"], *each["values"]))
-    place = f"{each['shard']}:{each['text']}"
-    return [value, place, each["position"], each["key"], key, each["start"], tokens, values]
+    key = token_indices.setdefault(_readable_token(example["key_token"]), len(token_indices))
+    tokens = [token_indices.setdefault(_readable_token(token), len(token_indices)) for token in example["tokens"]]
+    value, *values = (round_for_json(value, SIGNIFICANT_DIGITS) for value in (example["value"], *example["values"]))
+    place = f"{example['shard']}:{example['text']}"
+    return [value, place, example["position"], example["key"], key, example["start"], tokens, values]
 
 
 def _readable_token(token: str) -> str:
@@ -342,7 +349,7 @@ def _readable_token(token: str) -> str:
     return (" " if len(word) < len(token) else "") + escape_controls(word)
 
 
-def _labelled_facts(runs: list[Census], kept: int, lang: str) -> list[tuple[str, str]]:
+def _labelled_facts(runs: list[Census], num_kept: int, lang: str) -> list[tuple[str, str]]:
     """Return the (label, value) pairs in the row under the page's title, such as the size of the corpus."""
     first = runs[0]
     words = section(lang, "census page")
@@ -356,7 +363,7 @@ def _labelled_facts(runs: list[Census], kept: int, lang: str) -> list[tuple[str,
         done, total = len(run.plan.shards) - len(run.missing), len(run.plan.shards)
         read = text("census page.read", lang, texts=f"{run.texts:,}", tokens=f"{run.tokens:,}", done=done, total=total)
         found += [(name, f"{_label_of_run(run, runs)}: {read}")]
-    return [*found, (words["fact.examples"], str(kept))]
+    return [*found, (words["fact.examples"], str(num_kept))]
 
 
 def _render_census(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:

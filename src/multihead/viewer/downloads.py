@@ -13,17 +13,17 @@ import torch
 
 from multihead.errors import ArgumentError
 from multihead.locale.escaping import CONTROL_CHARACTERS, escape_controls
-from multihead.viewer.page import number_or_none
+from multihead.viewer.page import round_for_json
 from multihead.viewer.tiles import visible_weights
 
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
-MAX_CELLS = 1 << 20
+MAX_WEIGHTS_PER_DOWNLOAD = 1 << 20
 """Maximum number of weights in one download."""
 
-_BLOCK_CELLS = 1 << 16  # number of weights that are computed between two writes
-_OPENS_A_FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # after tabs and line breaks are escaped
+_WEIGHTS_PER_WRITE = 1 << 16  # number of weights that are computed between two writes
+_FORMULA_PREFIXES = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # after tabs and line breaks are escaped
 
 
 def escape_cell(value: object) -> object:
@@ -35,20 +35,20 @@ def escape_cell(value: object) -> object:
     if not isinstance(value, str):
         return value
     escaped = escape_controls(value)
-    return f"'{escaped}" if escaped.lstrip(" ").startswith(_OPENS_A_FORMULA) else escaped
+    return f"'{escaped}" if escaped.lstrip(" ").startswith(_FORMULA_PREFIXES) else escaped
 
 
 def check_download_size(queries: slice, keys: slice) -> None:
     """Reject a download of too many weights.
 
     Raises:
-        ArgumentError: the download has more than `MAX_CELLS` weights.
+        ArgumentError: the download has more than `MAX_WEIGHTS_PER_DOWNLOAD` weights.
     """
     rows, columns = queries.stop - queries.start, keys.stop - keys.start
-    if rows * columns > MAX_CELLS:
+    if rows * columns > MAX_WEIGHTS_PER_DOWNLOAD:
         raise ArgumentError(
             f"{rows:,} queries x {columns:,} keys are {rows * columns:,} weights; a download holds at most "
-            f"{MAX_CELLS:,}.",
+            f"{MAX_WEIGHTS_PER_DOWNLOAD:,}.",
             "Choose a smaller part; `seen[layer].weights(...)` in Python is limited only by memory.",
         )
 
@@ -57,14 +57,14 @@ def table_csv(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """Yield a CSV file: a header line and one line per head; characters that act on a terminal are escaped."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     # Unix tools expect lines to end with \n; no cell contains a line break that would need \r\n.
-    yield from _csv_bytes([[escape_cell(name) for name in names]], end="\n")
-    yield from _csv_bytes(([escape_cell(row.get(name, "")) for name in names] for row in rows), end="\n")
+    yield from _encode_csv([[escape_cell(name) for name in names]], end="\n")
+    yield from _encode_csv(([escape_cell(row.get(name, "")) for name in names] for row in rows), end="\n")
 
 
 def table_json(rows: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """Yield a JSON list of objects, one per head; NaN and infinities become null."""
     plain = [
-        {name: number_or_none(value) if isinstance(value, float) else value for name, value in row.items()}
+        {name: round_for_json(value) if isinstance(value, float) else value for name, value in row.items()}
         for row in rows
     ]
     text = json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False)
@@ -84,11 +84,11 @@ def weights_csv(sample: SampleRecord, head: int, *, queries: slice, keys: slice)
     """
     query_tokens, key_tokens = sample.query_text.tokens, sample.text.tokens
     names = ["query", "key", *(["query_token"] if query_tokens else []), *(["key_token"] if key_tokens else [])]
-    yield from _csv_bytes([[*names, "weight"]])
+    yield from _encode_csv([[*names, "weight"]])
     ends = [escape_cell(each) for each in key_tokens[keys]] if key_tokens else None
     for query, row in _formatted_rows_of_weights(sample, head, queries, keys):
         begins = [escape_cell(query_tokens[query])] if query_tokens else []
-        yield from _csv_bytes(
+        yield from _encode_csv(
             [query, key, *begins, *([ends[place]] if ends else []), weight]
             for place, (key, weight) in enumerate(zip(range(keys.start, keys.stop), row, strict=True))
         )
@@ -120,7 +120,7 @@ def _formatted_rows_of_weights(
     sample: SampleRecord, head: int, queries: slice, keys: slice
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield (query, its weights as text with all digits) for part of a map; "" for a masked or NaN weight."""
-    step = max(1, _BLOCK_CELLS // max(1, keys.stop - keys.start))
+    step = max(1, _WEIGHTS_PER_WRITE // max(1, keys.stop - keys.start))
     digits = 17 if sample.dtype == torch.float64 else 9
     for first in range(queries.start, queries.stop, step):
         some = slice(first, min(first + step, queries.stop))
@@ -129,7 +129,7 @@ def _formatted_rows_of_weights(
             yield query, [f"{weight:.{digits}g}" if math.isfinite(weight) else "" for weight in row]
 
 
-def _csv_bytes(rows: Iterable[Sequence[object]], *, end: str = "\r\n") -> Iterator[bytes]:
+def _encode_csv(rows: Iterable[Sequence[object]], *, end: str = "\r\n") -> Iterator[bytes]:
     written = io.StringIO()
     csv.writer(written, lineterminator=end).writerows(rows)
     yield written.getvalue().encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate

@@ -18,22 +18,31 @@ if TYPE_CHECKING:
 def facts_of_record(
     record: Record,
     profiles: Sequence[LayerProfile],
-    tokens: int,
-    others: Sequence[int],
+    num_tokens: int,
+    other_lengths: Sequence[int],
     *,
     sample: int,
     lang: str,
 ) -> list[tuple[str, str]]:
-    """Return the (label, value) pairs in the row under the page's title; `others`: lengths of the other texts."""
+    """Return the (label, value) pairs in the row under the page's title.
+
+    Args:
+        record: the record.
+        profiles: the result of `Record.profiles`.
+        num_tokens: number of tokens of the main text.
+        other_lengths: numbers of tokens of the other texts.
+        sample: index of the text in the record.
+        lang: the language of the page.
+    """
     words = section(lang, "viewer")
     heads = [len(one.kinds) for one in profiles]
     if len(set(heads)) == 1:
         found = [(words["fact.grid"], f"{len(heads)} × {heads[0]}")]
     else:
         found = [(words["fact.layers"], str(len(heads))), (words["fact.heads"], str(sum(heads)))]
-    found.append((words["fact.tokens"], f"{tokens:,}"))
+    found.append((words["fact.tokens"], f"{num_tokens:,}"))
     label = "fact.decoder tokens" if "decoder" in roles(record.layers, sample=sample) else "fact.keys"
-    found += [(words[label], f"{length:,}") for length in others]
+    found += [(words[label], f"{length:,}") for length in other_lengths]
     found.append((words["fact.attention"], name_masks(profiles, lang)))
     kinds = {kind for one in profiles for named in one.kinds for kind in named}
     possible = sum(each["measured"] for each in legend_of_kinds(record.all_kinds, profiles, lang))

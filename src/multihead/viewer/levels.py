@@ -41,7 +41,7 @@ FINEST_STORED_LEVEL = 6
 SCORES_PER_STRIP = 1 << 24
 """Number of scores per strip of a map that is summed at a time; a request for a tile waits for one strip at most."""
 
-MAX_BYTES_IN_MEMORY = 1 << 30
+MAX_LEVEL_BYTES_IN_MEMORY = 1 << 30
 """Maximum bytes of levels in memory if the disk has no room; the levels of a head take 27 MB at 100,000 tokens."""
 
 Array = npt.NDArray[Any]
@@ -80,32 +80,36 @@ class LayerMapLevels:
     Args:
         sample: one text in one layer, which kept q and k.
         file: the file of the levels; None keeps them in memory.
-        of: metadata of the file, such as the record's id; a file with other metadata is replaced.
-        room: budget of bytes for levels in memory, shared with other layers; None creates a budget for this layer
-            alone.
+        metadata: metadata of the file, such as the record's id; a file with other metadata is replaced.
+        memory_budget: budget of bytes for levels in memory, shared with other layers; None creates a budget for this
+            layer alone.
     """
 
     def __init__(
-        self, sample: SampleRecord, file: Path | None, of: dict[str, str], room: MemoryBudget | None = None
+        self,
+        sample: SampleRecord,
+        file: Path | None,
+        metadata: dict[str, str],
+        memory_budget: MemoryBudget | None = None,
     ) -> None:
         self.sample = sample
         self.num_levels = number_of_levels(sample.num_queries, sample.num_keys)
         self._layout = _layout_of_stored_arrays(sample, self.num_levels)
         self._file: RandomAccessFile | None = None
-        self._room = room or MemoryBudget(MAX_BYTES_IN_MEMORY)
-        self._held: dict[int, dict[str, Array]] = {}
-        self._done = np.zeros(sample.num_heads, np.uint8)
+        self._memory_budget = memory_budget or MemoryBudget(MAX_LEVEL_BYTES_IN_MEMORY)
+        self._levels_in_memory: dict[int, dict[str, Array]] = {}
+        self._built_flags = np.zeros(sample.num_heads, np.uint8)
         if file is not None:
             arrays = [
                 (name, torch.empty(shape, dtype=_TORCH_DTYPES[kind], device="meta"))
                 for name, (kind, shape) in self._layout.items()
             ]
-            header = safetensors_header(arrays, {"format": "multihead levels", "version": "1", **of})
+            header = safetensors_header(arrays, {"format": "multihead levels", "version": "1", **metadata})
             *starts, size = accumulate((each.nbytes for _, each in arrays), initial=len(header))
-            self._starts = dict(zip(self._layout, starts, strict=True))
+            self._array_offsets = dict(zip(self._layout, starts, strict=True))
             opened = _open_levels_file(file, header, size, sample.num_heads)
             if opened is not None:
-                self._file, self._done = opened
+                self._file, self._built_flags = opened
 
     @property
     def is_in_file(self) -> bool:
@@ -114,7 +118,7 @@ class LayerMapLevels:
 
     def is_built(self, head: int) -> bool:
         """Return whether a head's levels are built."""
-        return bool(self._done[head])
+        return bool(self._built_flags[head])
 
     def build_head(self, head: int) -> Iterator[float]:
         """Build a head's levels strip by strip; yields the share that is done, from 0 to 1.
@@ -126,7 +130,7 @@ class LayerMapLevels:
             return
         made = {name: np.zeros(shape[1:], kind) for name, (kind, shape) in self._layout.items() if name != "done"}
         if self._file is None:
-            self._room.reserve(sum(each.nbytes for each in made.values()))
+            self._memory_budget.reserve(sum(each.nbytes for each in made.values()))
         queries, keys = self.sample.num_queries, self.sample.num_keys
         sums, counts, alone, seen = (made[f"{name}.{FINEST_STORED_LEVEL}"] for name in _ARRAY_NAMES)
         rows, side = len(sums), 1 << FINEST_STORED_LEVEL
@@ -143,12 +147,12 @@ class LayerMapLevels:
             for name in _ARRAY_NAMES:
                 _sum_to_next_level(made[f"{name}.{level - 1}"], made[f"{name}.{level}"])
         if self._file is None:
-            self._held[head] = made
+            self._levels_in_memory[head] = made
         else:
             # The flag "done" is written after the data, in case the machine stops in between.
             self._file.write({self._offset_of_head(name, head): _view_as_bytes(each) for name, each in made.items()})
             self._file.write({self._offset_of_head("done", head): memoryview(b"\1")})
-        self._done[head] = 1
+        self._built_flags[head] = 1
 
     def block_means(
         self, head: int, level: int, rows: slice = slice(None), columns: slice = slice(None), *, sink: bool = True
@@ -181,12 +185,12 @@ class LayerMapLevels:
     def _offset_of_head(self, name: str, head: int) -> int:
         """Return the offset in the file, in bytes, of a head's part of the array `name`."""
         kind, shape = self._layout[name]
-        return self._starts[name] + head * _size_in_bytes(kind, shape[1:])
+        return self._array_offsets[name] + head * _size_in_bytes(kind, shape[1:])
 
     def _read_cells(self, name: str, head: int, rows: slice = slice(None)) -> Array:
         """Read rows of a head's part of the array `name`, from memory or from the file."""
         if self._file is None:
-            return self._held[head][name][rows]
+            return self._levels_in_memory[head][name][rows]
         kind, (_, *sides) = self._layout[name]
         first, stop, _ = rows.indices(sides[0])
         found = np.empty((max(stop - first, 0), *sides[1:]), kind)
@@ -199,22 +203,22 @@ class LayerMapLevels:
 class MemoryBudget:
     """The number of bytes that levels in memory may still take."""
 
-    def __init__(self, size: int) -> None:
-        self.size = self.left = size
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = self.bytes_left = max_bytes
 
-    def reserve(self, size: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Reserve some bytes.
 
         Raises:
             InputError: fewer bytes are left.
         """
-        if size > self.left:
+        if num_bytes > self.bytes_left:
             raise InputError(
-                f"The disk has no room for the levels, and memory holds {self.size - self.left:,} of at most "
-                f"{self.size:,} bytes.",
+                "The disk has no room for the levels, and memory holds "
+                f"{self.max_bytes - self.bytes_left:,} of at most {self.max_bytes:,} bytes.",
                 "Free some space next to the record, and open it again.",
             )
-        self.left -= size
+        self.bytes_left -= num_bytes
 
 
 def _view_as_bytes(numbers: Array) -> memoryview:

@@ -139,13 +139,13 @@ def look(
     elif show:
         require("jinja2", purpose="Writing a page", extra="view")
     named = _model_or_name(model, tokenizer)
-    loaded, encoded = load_and_encode(named, text, tokens=tokens, layers=layers, device=device, dtype=dtype)
+    loaded, encoded = load_model_and_encode_text(named, text, tokens=tokens, layers=layers, device=device, dtype=dtype)
     if tokens is not None and encoded is not None and encoded.end_of_last_token:
         text = text[: encoded.end_of_last_token]
     with _in_evaluation_mode(loaded.model):
-        repeated = measure_on_repeated_tokens(loaded, _no_progress, lang, kinds) if textbook else {}
-        run = prepare_inputs(loaded, encoded, None, decoder_text, _no_progress, lang)
-        record = run_and_record(loaded, run, layers, _no_progress, lang, kinds)
+        repeated = measure_on_repeated_tokens(loaded, _show_nothing, lang, kinds) if textbook else {}
+        run = prepare_inputs(loaded, encoded, None, decoder_text, _show_nothing, lang)
+        record = run_and_record(loaded, run, layers, _show_nothing, lang, kinds)
     add_repeated(record, repeated)
     if in_notebook:
         _display_in_cell(record.view(lang=lang))
@@ -156,11 +156,11 @@ def look(
     return record
 
 
-def _no_progress(*_: object) -> None:
+def _show_nothing(*_: object) -> None:
     """Show no progress."""
 
 
-def load_and_encode(
+def load_model_and_encode_text(
     model: str | FoundModel | LoadedModel,
     text: str | None,
     *,
@@ -244,7 +244,7 @@ def _open_in_browser(page: Path) -> bool:
 def prepare_inputs(
     loaded: LoadedModel,
     encoded: EncodedText | None,
-    sound: tuple[NDArray[np.float32], int] | None,
+    audio: tuple[NDArray[np.float32], int] | None,
     decoder_text: str | None,
     show: ShowStep,
     lang: str,
@@ -254,7 +254,7 @@ def prepare_inputs(
     Args:
         loaded: the model.
         encoded: the text that the model reads; None for audio.
-        sound: the samples and the sampling rate of the audio; None for a text.
+        audio: the samples and the sampling rate of the audio; None for a text.
         decoder_text: the text of the decoder; None generates it.
         show: called with the step that runs.
         lang: the language of the step.
@@ -264,12 +264,12 @@ def prepare_inputs(
     """
     if decoder_text is not None and not loaded.has_decoder:
         raise ModelError(f"{loaded.title} is no encoder-decoder model.", "Leave out the text of the decoder.")
-    if sound is not None and not loaded.has_decoder:
+    if audio is not None and not loaded.has_decoder:
         raise ModelError(
             f"{loaded.title} does not write text from audio.", "Give a text, or a speech model such as Whisper."
         )
-    if sound is not None:
-        arguments = loaded.audio_arguments(*sound)
+    if audio is not None:
+        arguments = loaded.audio_arguments(*audio)
     elif loaded.feature_extractor is not None:
         raise ModelError(f"{loaded.title} reads audio.", "Run multihead look with --audio FILE in place of the text.")
     else:
@@ -292,7 +292,7 @@ def prepare_inputs(
 
 def run_and_record(
     loaded: LoadedModel,
-    run: ModelInputs,
+    inputs: ModelInputs,
     layers: Sequence[int] | None,
     show: ShowStep,
     lang: str,
@@ -301,11 +301,11 @@ def run_and_record(
     """Run the model, record its heads, and name the tokens of its texts."""
     with (
         torch.no_grad(),
-        observe_texts(loaded, run.texts, layers=layers, probes=("pooled_map",), kinds=kinds) as record,
+        observe_texts(loaded, inputs.texts, layers=layers, probes=("pooled_map",), kinds=kinds) as record,
         _count_attention_calls(show, locale("look.doing.watching", lang), num_layers(loaded)),
         explain_missing_inputs(loaded),
     ):
-        loaded.model(**run.arguments)
+        loaded.model(**inputs.arguments)
     return record
 
 
@@ -350,7 +350,7 @@ def _count_attention_calls(show: ShowStep, step: str, total: int | None) -> Iter
 def write_page_of_run(
     record: Record,
     profiles: Sequence[LayerProfile] | None,
-    run: ModelInputs,
+    inputs: ModelInputs,
     *,
     text: str,
     out: str | os.PathLike[str],
@@ -362,7 +362,7 @@ def write_page_of_run(
     Args:
         record: the record of the run.
         profiles: the result of `layer_profiles`; None computes it.
-        run: the inputs of the model.
+        inputs: the inputs of the model.
         text: the text that the model read.
         out: the file to write.
         lang: the language of the page.
@@ -375,7 +375,7 @@ def write_page_of_run(
         locale("viewer.fact.head size", lang): str(one.head_dim),
         locale("viewer.fact.precision", lang): str(one.dtype).removeprefix("torch."),
     }
-    main = run.texts[0]
+    main = inputs.texts[0]
     return write_report(
         record,
         out,

@@ -29,8 +29,8 @@ STYLE_SHEETS = ("shared/base.css", "shared/heads.css", "view/view.css")
 """Paths of the style sheets of the viewer's page, in the order in which they apply."""
 
 # Regular expressions of the import and export statements that bundled JavaScript modules may use.
-_IMPORT = re.compile(r"^import (?P<names>\{[\w$, ]+\}) from '(?P<path>\.[^']+)';$", re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:const|class|function|async function) (?P<name>[\w$]+))", re.MULTILINE)
+_IMPORT_STATEMENT = re.compile(r"^import (?P<names>\{[\w$, ]+\}) from '(?P<path>\.[^']+)';$", re.MULTILINE)
+_EXPORT_STATEMENT = re.compile(r"^export (?=(?:const|class|function|async function) (?P<name>[\w$]+))", re.MULTILINE)
 
 
 def json_in_script(data: Mapping[str, Any]) -> str:
@@ -43,18 +43,18 @@ def json_in_script(data: Mapping[str, Any]) -> str:
     return written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def number_or_none(value: float | None, digits: int = 17) -> float | None:
+def round_for_json(value: float | None, digits: int = 17) -> float | None:
     """Round a number for JSON to some significant digits; None where it is missing or not finite.
 
-    >>> number_or_none(0.123456, digits=4), number_or_none(float("nan"))
+    >>> round_for_json(0.123456, digits=4), round_for_json(float("nan"))
     (0.1235, None)
     """
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
 
-def numbers_or_none(values: Tensor | NDArray[Any], digits: int = 6) -> list[float | None]:
-    """Round the numbers of a tensor or an array for JSON, see `number_or_none`."""
-    return [number_or_none(value, digits) for value in values.tolist()]
+def round_all_for_json(values: Tensor | NDArray[Any], digits: int = 6) -> list[float | None]:
+    """Round the numbers of a tensor or an array for JSON, see `round_for_json`."""
+    return [round_for_json(value, digits) for value in values.tolist()]
 
 
 def hash_of_script(source: str) -> str:
@@ -86,22 +86,22 @@ def load_template(path: str) -> jinja2.Template:
 
 
 @cache
-def bundle_script(path: str, given: tuple[tuple[str, str], ...] = ()) -> str:
+def bundle_script(path: str, replacements: tuple[tuple[str, str], ...] = ()) -> str:
     """Bundle a JavaScript module and the modules it imports into one script, for a page that is a single file.
 
     Each module becomes a function that runs after the modules it imports and returns its exports.
 
     Args:
         path: the entry module, which no other module imports.
-        given: (module, expression) for modules that are not bundled; the value of the JavaScript expression has the
-            module's exports.
+        replacements: (module, expression) for modules that are not bundled; the value of the JavaScript expression has
+            the module's exports.
 
     Raises:
         ValueError: a module uses a form of import or export that cannot be bundled.
     """
-    replaced = dict(given)
+    expression_of_module = dict(replacements)
     lines = [
-        f"modules['{each}'] = {replaced[each]};" if each in replaced else _bundle_module(each)
+        f"modules['{each}'] = {expression_of_module[each]};" if each in expression_of_module else _bundle_module(each)
         for each in list_bundled_modules(path)
     ]
     return "\n".join(["'use strict';", "const modules = {};", *lines])
@@ -113,7 +113,7 @@ def list_bundled_modules(path: str) -> list[str]:
 
     def add_after_imports(path: str) -> None:
         if path not in found:
-            for imported in _IMPORT.finditer(read_package_file(path)):
+            for imported in _IMPORT_STATEMENT.finditer(read_package_file(path)):
                 add_after_imports(_resolve_import(path, imported["path"]))
             found.append(path)
 
@@ -127,11 +127,11 @@ def _resolve_import(path: str, relative: str) -> str:
 
 def _bundle_module(path: str) -> str:
     source = read_package_file(path)
-    body = _IMPORT.sub(
+    body = _IMPORT_STATEMENT.sub(
         lambda found: f"const {found['names']} = modules['{_resolve_import(path, found['path'])}'];", source
     )
-    names = ", ".join(found["name"] for found in _EXPORT.finditer(source))
-    body = _EXPORT.sub("", body)
+    names = ", ".join(found["name"] for found in _EXPORT_STATEMENT.finditer(source))
+    body = _EXPORT_STATEMENT.sub("", body)
     if rest := re.search(r"^(import|export)\b.*", body, re.MULTILINE):
         raise ValueError(
             f"{path}: {rest[0]!r} cannot be bundled. "

@@ -29,15 +29,15 @@ MAX_BARS_PER_STRIP = 256
 MAX_WEIGHTS_PER_QUERY = 512
 """Maximum number of largest weights stored per query if not all weights fit."""
 
-FINE_WEIGHTS_PER_QUERY = 16
+MIN_WEIGHTS_OF_16_BITS = 16
 """If fewer than this many weights per query fit with 16 bits each, they are stored with 8 bits each."""
 
-MAX_CELLS = 1 << 31
+MAX_READ_WEIGHTS = 1 << 31
 """Largest number of weights (heads x queries x keys) that are read to find each query's largest: takes some minutes."""
 
 Progress = Callable[[int, int], None]
 
-_Samples = Mapping[int, "SampleRecord"]
+_SampleOfLayer = Mapping[int, "SampleRecord"]
 """Number of a layer -> the layer's record of the text of the page."""
 
 
@@ -48,9 +48,9 @@ class StoredMaps:
     Attributes:
         mode: "whole" (every weight), "largest" (pooled maps and each query's largest weights), "pooled"
             (pooled maps alone) or "none".
-        reason: why something is left out: "room", "time" (reading every weight takes too long), "statistics" (q and k
-            were not kept), or "".
-        bits: bits per stored weight, in mode "whole" and "largest"; else 0.
+        why_incomplete: why something is left out: "room", "time" (reading every weight takes too long), "statistics"
+            (q and k were not kept), or "".
+        bits_per_weight: bits per stored weight, in mode "whole" and "largest"; else 0.
         weights_per_query: number of weights stored per query, in mode "largest"; else 0.
         largest_rounding_error: the largest difference between a weight and its stored value, as a share (0 to 1).
         arrays: the stored arrays.
@@ -60,8 +60,8 @@ class StoredMaps:
     """
 
     mode: str = "none"
-    reason: str = ""
-    bits: int = 0
+    why_incomplete: str = ""
+    bits_per_weight: int = 0
     weights_per_query: int = 0
     largest_rounding_error: float = 0.0
     arrays: PackedArrays = field(default_factory=PackedArrays)
@@ -96,23 +96,23 @@ def encode_fitting_maps(record: Record, *, sample: int, room: int, progress: Pro
 
     First choice: every weight in 16 bits, then in 12. If neither fits: pooled maps of 64 x 64 (or 32, 16, 8), and in
     the remaining bytes each query's largest weights, with 16 bits or, if these are few, with 8 bits each; for a long
-    text with more than `MAX_CELLS` weights, only the single largest weight per query, from the statistics.
+    text with more than `MAX_READ_WEIGHTS` weights, only the single largest weight per query, from the statistics.
     """
     samples = {layer.number: layer.sample(sample) for layer in record.layers}
     has_weights = keeps_weights(record, sample)
     report = progress or (lambda done, total: None)
     # No measured map compresses below a tenth of a byte per weight, so maps with more weights are not tried.
-    if has_weights and _count_cells(samples) <= min(room * 10, MAX_CELLS):
+    if has_weights and _count_weights(samples) <= min(room * 10, MAX_READ_WEIGHTS):
         for bits in (16, 12):
             with suppress(PageFullError):
                 return _encode_whole_maps(samples, bits, PackedArrays(room), report)
     for map_size in (MAX_BLOCKS_PER_SIDE, 32, 16, 8):
         with suppress(PageFullError):
             return _encode_pooled_maps(samples, map_size, PackedArrays(room), report, has_weights=has_weights)
-    return StoredMaps(reason="room")
+    return StoredMaps(why_incomplete="room")
 
 
-def _encode_whole_maps(samples: _Samples, bits: int, arrays: PackedArrays, report: Progress) -> StoredMaps:
+def _encode_whole_maps(samples: _SampleOfLayer, bits: int, arrays: PackedArrays, report: Progress) -> StoredMaps:
     rounding = maps.LargestRoundingError()
     total, done = _count_heads(samples), 0
     for number, one in samples.items():
@@ -127,17 +127,17 @@ def _encode_whole_maps(samples: _Samples, bits: int, arrays: PackedArrays, repor
             arrays.add(f"0/{number}/{head}", content, shape=[one.num_queries, one.num_keys], coding=f"root{bits}")
             done += 1
             report(done, total)
-    return StoredMaps("whole", bits=bits, largest_rounding_error=rounding.largest, arrays=arrays)
+    return StoredMaps("whole", bits_per_weight=bits, largest_rounding_error=rounding.largest, arrays=arrays)
 
 
 def _encode_pooled_maps(
-    samples: _Samples, map_size: int, arrays: PackedArrays, report: Progress, *, has_weights: bool
+    samples: _SampleOfLayer, map_size: int, arrays: PackedArrays, report: Progress, *, has_weights: bool
 ) -> StoredMaps:
     rounding = maps.LargestRoundingError()
     found = {number: _pooled_maps_of_layer(one, map_size) for number, one in samples.items()}
     sides = [small.shape[-2:] for small in found.values() if small is not None]
     if not sides:
-        return StoredMaps(reason="statistics")
+        return StoredMaps(why_incomplete="statistics")
     store = StoredMaps("pooled", "room" if has_weights else "statistics", arrays=arrays)
     store.map_size = max(rows for rows, _ in sides), max(columns for _, columns in sides)
     store.weights_per_cell = [
@@ -156,30 +156,30 @@ def _encode_pooled_maps(
 
 
 def _add_largest_weights(
-    samples: _Samples, store: StoredMaps, rounding: maps.LargestRoundingError, report: Progress
+    samples: _SampleOfLayer, store: StoredMaps, rounding: maps.LargestRoundingError, report: Progress
 ) -> None:
     """Add each query's largest weights, as many per query as fit into the page; none if not one per query fits."""
-    if _count_cells(samples) > MAX_CELLS:
-        store.reason = "time"
+    if _count_weights(samples) > MAX_READ_WEIGHTS:
+        store.why_incomplete = "time"
         encode = partial(maps.encode_recorded_largest_weights, rounding=rounding)
         with suppress(PageFullError, ProbeError):
-            _add_encoded(samples, store, report, encode, number=1, bits=16)
+            _add_weights_of_queries(samples, store, report, encode, number=1, bits=16)
         return
     left = store.arrays.max_bytes - store.arrays.num_bytes
-    numbers = {bits: _largest_that_fit(samples, left, bits) for bits in (16, 8)}
-    bits = 16 if numbers[16] >= min(FINE_WEIGHTS_PER_QUERY, numbers[8]) else 8
+    numbers = {bits: _estimate_weights_per_query(samples, left, bits) for bits in (16, 8)}
+    bits = 16 if numbers[16] >= min(MIN_WEIGHTS_OF_16_BITS, numbers[8]) else 8
     number = numbers[bits]
     while number >= 1:
         encode = partial(maps.encode_largest_weights, number=number, bits=bits, rounding=rounding)
         with suppress(PageFullError):
-            _add_encoded(samples, store, report, encode, number=number, bits=bits)
+            _add_weights_of_queries(samples, store, report, encode, number=number, bits=bits)
             return
         # the bytes per weight were underestimated: the sampled heads compress better than others
         number = int(number * 0.85)
 
 
-def _add_encoded(
-    samples: _Samples,
+def _add_weights_of_queries(
+    samples: _SampleOfLayer,
     store: StoredMaps,
     report: Progress,
     encode: Callable[[SampleRecord], list[str]],
@@ -196,10 +196,10 @@ def _add_encoded(
         done += one.num_heads
         report(done, total)
     store.arrays.add_group(group)
-    store.mode, store.weights_per_query, store.bits = "largest", number, bits
+    store.mode, store.weights_per_query, store.bits_per_weight = "largest", number, bits
 
 
-def _largest_that_fit(samples: _Samples, left: float, bits: int) -> int:
+def _estimate_weights_per_query(samples: _SampleOfLayer, left: float, bits: int) -> int:
     """Estimate how many weights per query fit into `left` bytes."""
     queries = sum(one.num_heads * one.num_queries for one in samples.values())
     number = int(left / (queries * 3))  # about three bytes each, fewer if many are stored per query
@@ -209,7 +209,7 @@ def _largest_that_fit(samples: _Samples, left: float, bits: int) -> int:
     return number
 
 
-def _bytes_per_stored_weight(samples: _Samples, number: int, bits: int) -> float:
+def _bytes_per_stored_weight(samples: _SampleOfLayer, number: int, bits: int) -> float:
     """Estimate the bytes of one stored weight and its key from at most eight heads spread over the record."""
     heads = [(one, head) for one in samples.values() for head in range(one.num_heads)]
     size, entries = 0, 0
@@ -221,45 +221,45 @@ def _bytes_per_stored_weight(samples: _Samples, number: int, bits: int) -> float
     return size / max(1, entries)
 
 
-def _pooled_maps_of_layer(one: SampleRecord, size: int) -> Tensor | None:
+def _pooled_maps_of_layer(sample: SampleRecord, size: int) -> Tensor | None:
     """Return the pooled maps of a layer, (heads, rows, columns): stored ones if their size fits, else from q and k."""
-    found = one.statistics.get("pooled_map")
+    found = sample.statistics.get("pooled_map")
     # A record pools a padded batch in blocks for the longest sample, which are too wide for a shorter sample.
-    wanted = tuple(-(-length // max(1, -(-length // size))) for length in (one.num_queries, one.num_keys))
+    wanted = tuple(-(-length // max(1, -(-length // size))) for length in (sample.num_queries, sample.num_keys))
     if found is not None and tuple(found.shape[-2:]) == wanted:
         return found
     try:
-        return one.map(bins=size)
+        return sample.map(bins=size)
     except ProbeError:
         return found if size == MAX_BLOCKS_PER_SIDE else None
 
 
 def _add_pooled_maps(
-    arrays: PackedArrays, number: int, small: Tensor, one: SampleRecord, rounding: maps.LargestRoundingError
+    arrays: PackedArrays, number: int, small: Tensor, sample: SampleRecord, rounding: maps.LargestRoundingError
 ) -> tuple[int, int]:
     """Add the pooled maps of a layer; returns the rows and columns of weights per cell."""
     rows, columns = small.shape[-2:]
-    block = -(-one.num_queries // max(1, rows)), -(-one.num_keys // max(1, columns))
+    block = -(-sample.num_queries // max(1, rows)), -(-sample.num_keys // max(1, columns))
     name = f"runs/0/samples/0/layers/{number}/maps"
     arrays.add(name, maps.pack_maps(small, rounding), shape=list(small.shape), coding="root16", block=block)
     return block
 
 
-def _add_margins(arrays: PackedArrays, number: int, one: SampleRecord) -> None:
+def _add_margins(arrays: PackedArrays, number: int, sample: SampleRecord) -> None:
     """Add the strips at the margins of a layer's maps: the mean weight on each key, and each query's entropy."""
     for name in MARGIN_STATISTICS:
-        if name in one.statistics:
-            every = torch.stack([margin_of_map(one, head, name) for head in range(one.num_heads)])
+        if name in sample.statistics:
+            every = torch.stack([margin_of_map(sample, head, name) for head in range(sample.num_heads)])
             values = maps.average_bins(every, MAX_BARS_PER_STRIP)
             top = float(values.nan_to_num(nan=0.0).max())
             content = maps.pack_margins(values, top)
             arrays.add(f"0/{number} {name}", content, shape=list(values.shape), coding="linear16", top=top)
 
 
-def _count_heads(samples: _Samples) -> int:
+def _count_heads(samples: _SampleOfLayer) -> int:
     return sum(one.num_heads for one in samples.values())
 
 
-def _count_cells(samples: _Samples) -> int:
+def _count_weights(samples: _SampleOfLayer) -> int:
     """Count heads x queries x keys over all layers."""
     return sum(one.num_heads * one.num_queries * one.num_keys for one in samples.values())

@@ -21,7 +21,7 @@ from multihead.record.texts import Text
 from multihead.viewer.columns import columns_not_recorded, describe_column, legend_of_kinds, names_of_statistics
 from multihead.viewer.facts import facts_of_record, lead_sentence, name_masks
 from multihead.viewer.levels import MAX_COARSEST_SIDE, number_of_levels
-from multihead.viewer.page import installed_version, number_or_none, numbers_or_none
+from multihead.viewer.page import installed_version, round_all_for_json, round_for_json
 from multihead.viewer.tiles import visible_weights
 from multihead.viewer.tokens import SPECIAL_FLAG, layout_of_tokens
 
@@ -258,7 +258,7 @@ def nearest_heads(run: RecordedRun, sample: int, layer: int, head: int, top: int
         {
             "layer": each.layer,
             "head": each.head,
-            "divergence": number_or_none(each.divergence),
+            "divergence": round_for_json(each.divergence),
             "queries": each.queries,
         }
         for each in run.record.nearest(layer, head, top=top, sample=sample)
@@ -303,7 +303,7 @@ def heads_looking_at(
             totals[one.query_start :] += weights.nan_to_num(nan=0.0).sum(0)
             heads += one.num_heads
     found.sort(key=lambda each: -each["share"])
-    return {"heads": found[:MAX_LOOKING_HEADS], "tokens": numbers_or_none(totals / max(1, heads))}
+    return {"heads": found[:MAX_LOOKING_HEADS], "tokens": round_all_for_json(totals / max(1, heads))}
 
 
 def changed_heads(
@@ -328,7 +328,7 @@ def changed_heads(
             {
                 "layer": one.layer,
                 "head": one.head,
-                "divergence": number_or_none(one.divergence),
+                "divergence": round_for_json(one.divergence),
                 "kinds": [one.kinds_before, one.kinds_after],
                 "change": None if (change := one.change(lang)) is None else change._asdict(),
             }
@@ -382,35 +382,35 @@ def _describe_layer(
     }
 
 
-def blocks_of_levels(one: SampleRecord) -> list[tuple[int, int]]:
+def blocks_of_levels(sample: SampleRecord) -> list[tuple[int, int]]:
     """Return the rows and columns of weights per cell of each level of a map, the finest level first; [] without maps.
 
     A map has all levels if q and k were kept, else the level that the record stores, if any.
     """
-    if one.keeps_weights:
-        return [(1 << level, 1 << level) for level in range(number_of_levels(one.num_queries, one.num_keys))]
-    return [] if stored_small_maps(one) is None else [weights_per_cell(one)]
+    if sample.keeps_weights:
+        return [(1 << level, 1 << level) for level in range(number_of_levels(sample.num_queries, sample.num_keys))]
+    return [] if stored_small_maps(sample) is None else [weights_per_cell(sample)]
 
 
-def small_map_level(one: SampleRecord) -> int:
+def small_map_level(sample: SampleRecord) -> int:
     """Return the level of the small maps: single weights of a short text, else the coarsest level."""
-    short = max(one.num_queries, one.num_keys) <= MAX_UNPOOLED_SIZE
-    return 0 if short else number_of_levels(one.num_queries, one.num_keys) - 1
+    short = max(sample.num_queries, sample.num_keys) <= MAX_UNPOOLED_SIZE
+    return 0 if short else number_of_levels(sample.num_queries, sample.num_keys) - 1
 
 
-def weights_per_cell(one: SampleRecord) -> tuple[int, int]:
+def weights_per_cell(sample: SampleRecord) -> tuple[int, int]:
     """Return how many rows and columns of weights each cell of the small maps averages."""
-    if stored_small_maps(one) is not None:
-        return -(-one.num_queries // one.map_size), -(-one.num_keys // one.map_size)
-    block = 1 << small_map_level(one)
+    if stored_small_maps(sample) is not None:
+        return -(-sample.num_queries // sample.map_size), -(-sample.num_keys // sample.map_size)
+    block = 1 << small_map_level(sample)
     return block, block
 
 
-def stored_small_maps(one: SampleRecord) -> Tensor | None:
+def stored_small_maps(sample: SampleRecord) -> Tensor | None:
     """Return the small maps that a record stores, if a page shows them."""
-    if one.keeps_weights and small_map_level(one) == 0:
+    if sample.keeps_weights and small_map_level(sample) == 0:
         return None
-    pooled = one.statistics.get("pooled_map")
+    pooled = sample.statistics.get("pooled_map")
     return None if pooled is None or max(pooled.shape[1:]) > MAX_COARSEST_SIDE else pooled
 
 
@@ -432,10 +432,10 @@ def _find_or_append_text(text: Text, length: int, texts: list[PageText], *, name
     return len(texts) - 1
 
 
-def margin_of_map(one: SampleRecord, head: int, name: str) -> Tensor:
+def margin_of_map(sample: SampleRecord, head: int, name: str) -> Tensor:
     """Return the numbers drawn at a margin of a head's map: the mean weight (keys,) or entropy (queries,)."""
-    values = one.statistics[name][head].double()
-    return values / max(1, one.num_queries) if name == "received" else values
+    values = sample.statistics[name][head].double()
+    return values / max(1, sample.num_queries) if name == "received" else values
 
 
 def _attention_received_per_token(
@@ -448,7 +448,7 @@ def _attention_received_per_token(
         if described["keyText"] == 0 and one.num_keys == tokens and "received" in one.statistics:
             total += one.statistics["received"].double().sum(0) / max(1, one.num_queries)
             heads += one.num_heads
-    return numbers_or_none(total / heads) if heads else None
+    return round_all_for_json(total / heads) if heads else None
 
 
 def _sole_special_token(main: PageText) -> str:
@@ -473,7 +473,7 @@ def statistics_per_head(
         name: [
             number
             for of_layer, num_heads in zip(statistics, heads, strict=True)
-            for number in (numbers_or_none(of_layer[name], digits) if name in of_layer else [None] * num_heads)
+            for number in (round_all_for_json(of_layer[name], digits) if name in of_layer else [None] * num_heads)
         ]
         for name in names
         if any(name in of_layer for of_layer in statistics)

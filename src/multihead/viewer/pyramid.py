@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from multihead.viewer.levels import (
     FINEST_STORED_LEVEL,
-    MAX_BYTES_IN_MEMORY,
+    MAX_LEVEL_BYTES_IN_MEMORY,
     LayerMapLevels,
     MemoryBudget,
     number_of_levels,
@@ -29,67 +29,71 @@ class SampleMapLevels:
         record: a record that kept q and k.
         sample: index of the text in the record.
         folder: the folder of the level files; None keeps levels in memory.
-        room: budget of bytes for levels in memory; None creates a budget for this sample.
+        memory_budget: budget of bytes for levels in memory; None creates a budget for this sample.
     """
 
-    def __init__(self, record: Record, sample: int, folder: Path | None, room: MemoryBudget | None = None) -> None:
+    def __init__(
+        self, record: Record, sample: int, folder: Path | None, memory_budget: MemoryBudget | None = None
+    ) -> None:
         self._record = record
         self._sample = sample
         self._folder = folder
-        self._room = room or MemoryBudget(MAX_BYTES_IN_MEMORY)
-        self._opened: dict[int, LayerMapLevels] = {}
+        self._memory_budget = memory_budget or MemoryBudget(MAX_LEVEL_BYTES_IN_MEMORY)
+        self._levels_by_layer: dict[int, LayerMapLevels] = {}
         self._lock = threading.Lock()
-        self._started: dict[LayerAndHead, tuple[Iterator[float], float]] = {}
-        self._wanted: list[LayerAndHead] = []  # requested heads, the newest request last
+        self._heads_being_built: dict[LayerAndHead, tuple[Iterator[float], float]] = {}
+        self._requested_heads: list[LayerAndHead] = []  # requested heads, the newest request last
         samples = [layer.sample(sample) for layer in record.layers]
         deep = [
             index
             for index, one in enumerate(samples)
             if number_of_levels(one.num_queries, one.num_keys) > FINEST_STORED_LEVEL
         ]
-        self._left = {(layer, head): None for layer in deep for head in range(samples[layer].num_heads)}
-        self.total = len(self._left)
+        self._heads_left = {(layer, head): None for layer in deep for head in range(samples[layer].num_heads)}
+        self.num_heads = len(self._heads_left)
         """Number of heads with coarse levels; short texts need none."""
         for layer in deep:
             if folder is not None and self._file_of_layer(layer).exists():
                 for head in range(samples[layer].num_heads):
                     if self.levels_of_layer(layer).is_built(head):
-                        del self._left[layer, head]
+                        del self._heads_left[layer, head]
 
     @property
     def is_finished(self) -> bool:
         """Whether the levels of all heads are built."""
-        return not self._left
+        return not self._heads_left
 
     @property
-    def heads_done(self) -> float:
+    def num_built_heads(self) -> float:
         """Number of heads whose levels are built; a head that is being built counts by its finished share."""
-        return self.total - len(self._left) + sum(share for _, share in list(self._started.values()))
+        shares = [share for _, share in list(self._heads_being_built.values())]
+        return self.num_heads - len(self._heads_left) + sum(shares)
 
     @property
-    def in_memory(self) -> bool:
+    def has_levels_in_memory(self) -> bool:
         """Whether some levels are in memory because there is no file for them."""
-        return any(not each.is_in_file for each in list(self._opened.values()))
+        return any(not each.is_in_file for each in list(self._levels_by_layer.values()))
 
     def levels_of_layer(self, index: int) -> LayerMapLevels:
         """Open a layer's levels."""
         with self._lock:
-            if index not in self._opened:
+            if index not in self._levels_by_layer:
                 file = None if self._folder is None else self._file_of_layer(index)
-                of = {"record": self._record.id, "layer": str(index), "sample": str(self._sample)}
+                metadata = {"record": self._record.id, "layer": str(index), "sample": str(self._sample)}
                 one = self._record.layers[index].sample(self._sample)
-                self._opened[index] = LayerMapLevels(one, file, of, self._room)
-            return self._opened[index]
+                self._levels_by_layer[index] = LayerMapLevels(one, file, metadata, self._memory_budget)
+            return self._levels_by_layer[index]
 
     def is_built(self, layer: int, head: int) -> bool:
         """Return whether a head's levels are built."""
-        return (layer, head) not in self._left
+        return (layer, head) not in self._heads_left
 
-    def move_to_front(self, *places: LayerAndHead) -> None:
-        """Move heads to the front of the queue, before those requested earlier."""
-        left = [place for place in places if place in self._left]
+    def move_heads_to_front(self, *heads: LayerAndHead) -> None:
+        """Move heads, each a layer's index and a head's index, to the front of the queue."""
+        left = [place for place in heads if place in self._heads_left]
         with self._lock:
-            self._wanted = [*(place for place in self._wanted[-256:] if place not in left), *reversed(left)]
+            earlier = [place for place in self._requested_heads[-256:] if place not in left]
+            self._requested_heads = [*earlier, *reversed(left)]
 
     def build_strip(self) -> bool:
         """Build one strip of one head; returns whether anything is left to build."""
@@ -97,14 +101,14 @@ class SampleMapLevels:
         if place is None:
             return False
         layer, head = place
-        steps, _ = self._started.get(place) or (self.levels_of_layer(layer).build_head(head), 0.0)
+        steps, _ = self._heads_being_built.get(place) or (self.levels_of_layer(layer).build_head(head), 0.0)
         share = next(steps, None)
         if share is None:
-            self._started.pop(place, None)
-            self._left.pop(place)
+            self._heads_being_built.pop(place, None)
+            self._heads_left.pop(place)
         else:
-            self._started[place] = steps, share
-        return bool(self._left)
+            self._heads_being_built[place] = steps, share
+        return bool(self._heads_left)
 
     def _file_of_layer(self, layer: int) -> Path:
         assert self._folder is not None
@@ -112,12 +116,12 @@ class SampleMapLevels:
 
     def _next_head(self) -> LayerAndHead | None:
         with self._lock:
-            while self._wanted:
-                if self._wanted[-1] in self._left:
-                    return self._wanted[-1]
-                self._wanted.pop()
+            while self._requested_heads:
+                if self._requested_heads[-1] in self._heads_left:
+                    return self._requested_heads[-1]
+                self._requested_heads.pop()
         # Heads whose building has started are finished before other heads.
-        return next(iter(self._started), None) or next(iter(self._left), None)
+        return next(iter(self._heads_being_built), None) or next(iter(self._heads_left), None)
 
 
 class LevelBuilder:
@@ -128,48 +132,48 @@ class LevelBuilder:
     """
 
     def __init__(self, progress: Callable[[float, int], None] = lambda done, total: None) -> None:
-        self._pyramids: dict[Hashable, SampleMapLevels] = {}
+        self._levels_by_sample: dict[Hashable, SampleMapLevels] = {}
         self._progress = progress
-        self._failed: dict[Hashable, Exception] = {}
-        self._newest: Hashable = None
+        self._error_by_sample: dict[Hashable, Exception] = {}
+        self._newest_sample: Hashable = None
 
     def queue_sample(self, key: Hashable, make: Callable[[], SampleMapLevels]) -> SampleMapLevels:
         """Return a sample's levels and queue them for building; the sample opened last comes first."""
-        if key not in self._pyramids:
-            self._pyramids[key] = make()
-        self._newest = key
-        return self._pyramids[key]
+        if key not in self._levels_by_sample:
+            self._levels_by_sample[key] = make()
+        self._newest_sample = key
+        return self._levels_by_sample[key]
 
     def building_error(self, key: Hashable) -> Exception | None:
         """Return the error that stopped the building of a sample's levels, or None."""
-        return self._failed.get(key)
+        return self._error_by_sample.get(key)
 
     def build_strip(self) -> bool:
         """Build one strip of one sample; return whether any strip was left to build."""
-        for key in [self._newest, *list(self._pyramids)]:
-            pyramid = self._pyramids.get(key)
-            if pyramid is None or key in self._failed or pyramid.is_finished:
+        for key in [self._newest_sample, *list(self._levels_by_sample)]:
+            pyramid = self._levels_by_sample.get(key)
+            if pyramid is None or key in self._error_by_sample or pyramid.is_finished:
                 continue
             try:
                 pyramid.build_strip()
             except Exception as error:  # noqa: BLE001 - the page shows it; the other samples continue
-                self._failed[key] = error
+                self._error_by_sample[key] = error
             self._progress(*self.count_built_heads())
             return True
         return False
 
     def count_built_heads(self) -> tuple[float, int]:
         """Return (heads built, total heads) over all opened samples."""
-        pyramids = list(self._pyramids.values())
-        return sum(each.heads_done for each in pyramids), sum(each.total for each in pyramids)
+        pyramids = list(self._levels_by_sample.values())
+        return sum(each.num_built_heads for each in pyramids), sum(each.num_heads for each in pyramids)
 
 
 def describe_building_progress(pyramid: SampleMapLevels | None, failure: Exception | None = None) -> dict[str, Any]:
     """Describe the progress of building a sample's levels, for the page."""
     if pyramid is None:
         return {"state": "none", "done": 0, "total": 0}
-    done = round(pyramid.heads_done, 2)
-    progress = {"state": "ready" if pyramid.is_finished else "building", "done": done, "total": pyramid.total}
+    done = round(pyramid.num_built_heads, 2)
+    progress = {"state": "ready" if pyramid.is_finished else "building", "done": done, "total": pyramid.num_heads}
     if failure is not None:
         progress |= {"state": "none", "error": f"The coarse levels could not be built: {failure}"}
-    return progress | {"inMemory": pyramid.in_memory}
+    return progress | {"inMemory": pyramid.has_levels_in_memory}

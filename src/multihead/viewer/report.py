@@ -159,7 +159,7 @@ def write_report(
     run_data |= {"title": title, "samples": [run_data["samples"][sample]]}
     # The maps get the bytes that the other parts of the page leave; some bytes are reserved for the sentences about the
     # maps.
-    bare = len(_render_page(described, run_data, StoredMaps(reason="room"), max_bytes, lang)) + 2000
+    bare = len(_render_page(described, run_data, StoredMaps(why_incomplete="room"), max_bytes, lang)) + 2000
     if bare > max_bytes:
         raise ArgumentError(
             f"max_bytes is {max_bytes:,}, and this page needs {bare:,} bytes without any map.",
@@ -172,7 +172,7 @@ def write_report(
         path=path,
         num_bytes=len(page),
         mode=store.mode,
-        bits=store.bits,
+        bits=store.bits_per_weight,
         largest_per_query=store.weights_per_query,
         rounding=store.largest_rounding_error,
         left_out="" if store.mode == "whole" else sentence_on_stored_maps(store, max_bytes=max_bytes, lang=lang),
@@ -234,12 +234,12 @@ def sentence_on_stored_maps(store: StoredMaps, *, max_bytes: int, lang: str) -> 
     key = store.mode
     if store.mode == "largest" and store.weights_per_query == 1:
         key = "largest 1"
-    if store.reason in ("statistics", "time"):
-        key = f"{key} {store.reason}"
+    if store.why_incomplete in ("statistics", "time"):
+        key = f"{key} {store.why_incomplete}"
     return locale(
         f"report.stored.{key}",
         lang,
-        bits=store.bits,
+        bits=store.bits_per_weight,
         rounding=format_rounding_error(store.largest_rounding_error),
         rows=rows,
         columns=columns,

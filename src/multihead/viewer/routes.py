@@ -13,7 +13,7 @@ from multihead.record.analysis.similar import describe_layer_numbers
 from multihead.viewer import downloads
 from multihead.viewer.levels import (
     FINEST_STORED_LEVEL,
-    MAX_BYTES_IN_MEMORY,
+    MAX_LEVEL_BYTES_IN_MEMORY,
     Array,
     LayerMapLevels,
     MemoryBudget,
@@ -38,7 +38,7 @@ from multihead.viewer.pyramid import LevelBuilder, SampleMapLevels, describe_bui
 from multihead.viewer.query_params import NotFoundError, NotReadyError, parse_flag, parse_number, parse_range
 from multihead.viewer.responses import download_response, floats_response, page_response
 from multihead.viewer.security import json_response
-from multihead.viewer.share import MAX_BYTES, SharedHead, name_shared_file, shared_page
+from multihead.viewer.share import MAX_SHARED_BYTES, SharedHead, name_shared_file, shared_page
 from multihead.viewer.site import WebSite
 from multihead.viewer.tiles import (
     ArrayCache,
@@ -73,11 +73,11 @@ class Viewer(WebSite):
         self.runs = runs
         self.lang = lang
         self.builder = LevelBuilder(progress)
-        self.workers = WorkerThreads(idle=self.builder.build_strip)
+        self.workers = WorkerThreads(run_background_step=self.builder.build_strip)
         self.slow_workers = WorkerThreads(1)  # for computations that take seconds, so that no tile waits for them
         super().__init__(self.workers, self.slow_workers)
         self.array_cache = ArrayCache()
-        self.memory_budget = MemoryBudget(MAX_BYTES_IN_MEMORY)
+        self.memory_budget = MemoryBudget(MAX_LEVEL_BYTES_IN_MEMORY)
         self._described: dict[tuple[int, int], dict[str, Any]] = {}
 
     def routes(self) -> list[Route]:
@@ -85,37 +85,37 @@ class Viewer(WebSite):
         sample = "/api/runs/{run}/samples/{sample}"
         head = f"{sample}/heads/{{layer}}/{{head}}"
         return [
-            Route("/", self.index),
-            Route("/static/{folder}/{name}", self.static),
-            Route("/api/view", self.list_records),
-            Route(sample, self.sample),
-            Route(f"{sample}/levels", self.levels),
-            Route(f"{sample}/layers/{{layer}}/maps", self.maps),
-            Route(f"{sample}/table.{{form}}", self.table),
-            Route(f"{sample}/changed/{{other}}", self.list_changed_heads),
-            Route(f"{sample}/looking", self.list_looking_heads),
-            Route(f"{sample}/share", self.share),
-            Route(f"{head}/tile", self.tile),
-            Route(f"{head}/row", self.weights_of_query),
-            Route(f"{head}/margins/{{name}}", self.margin),
-            Route(f"{head}/weights.{{form}}", self.weights),
-            Route(f"{head}/nearest", self.list_nearest_heads),
+            Route("/", self.send_page),
+            Route("/static/{folder}/{name}", self.send_static_file),
+            Route("/api/view", self.send_records),
+            Route(sample, self.send_sample),
+            Route(f"{sample}/levels", self.send_building_progress),
+            Route(f"{sample}/layers/{{layer}}/maps", self.send_small_maps),
+            Route(f"{sample}/table.{{form}}", self.send_table),
+            Route(f"{sample}/changed/{{other}}", self.send_changed_heads),
+            Route(f"{sample}/looking", self.send_looking_heads),
+            Route(f"{sample}/share", self.send_shared_page),
+            Route(f"{head}/tile", self.send_tile),
+            Route(f"{head}/row", self.send_weights_of_query),
+            Route(f"{head}/margins/{{name}}", self.send_margin),
+            Route(f"{head}/weights.{{form}}", self.send_weights),
+            Route(f"{head}/nearest", self.send_nearest_heads),
         ]
 
-    async def index(self, request: Request) -> Response:
+    async def send_page(self, request: Request) -> Response:
         """Return the page."""
         return page_response(self.lang)
 
-    async def list_records(self, request: Request) -> Response:
+    async def send_records(self, request: Request) -> Response:
         """Describe the viewer and its records."""
         return json_response(describe_view([describe_run(run) for run in self.runs], self.lang, served=True))
 
-    async def sample(self, request: Request) -> Response:
+    async def send_sample(self, request: Request) -> Response:
         """Describe a sample and start building its coarse levels."""
         run, sample = self._requested_sample(request)
         self._start_building_levels(run, sample)
         if (run, sample) not in self._described:
-            await self.compute(request, self.slow_workers, lambda _: self._cached_description(run, sample))
+            await self.compute_in_thread(request, self.slow_workers, lambda _: self._cached_description(run, sample))
         return json_response(self._described[run, sample])
 
     def _cached_description(self, run: int, sample: int) -> dict[str, Any]:
@@ -124,13 +124,13 @@ class Viewer(WebSite):
             self._described[run, sample] = describe_sample(self.runs[run], sample, self.lang)
         return self._described[run, sample]
 
-    async def levels(self, request: Request) -> Response:
+    async def send_building_progress(self, request: Request) -> Response:
         """Return the progress of a sample's coarse levels."""
         run, sample = self._requested_sample(request)
         pyramid = self._start_building_levels(run, sample)
         return json_response(describe_building_progress(pyramid, self.builder.building_error((run, sample))))
 
-    async def maps(self, request: Request) -> Response:
+    async def send_small_maps(self, request: Request) -> Response:
         """Return the small maps of all heads of a layer."""
         run, sample = self._requested_sample(request)
         layer, one = self._find_layer(run, sample, request.path_params["layer"])
@@ -153,7 +153,7 @@ class Viewer(WebSite):
         levels = self._built_levels(run, sample, layer, heads)
         return np.stack([levels.block_means(head, level) for head in heads])
 
-    async def tile(self, request: Request) -> Response:
+    async def send_tile(self, request: Request) -> Response:
         """Return a tile of a head's map."""
         run, sample, layer, head, one = self._requested_head(request)
         params = request.query_params
@@ -167,7 +167,7 @@ class Viewer(WebSite):
         column = parse_number("column of tiles", params.get("column"), below=tiles_per_side(one.num_keys, level))
         sink = parse_flag("sink", params.get("sink"), default=True)
         if depth > FINEST_STORED_LEVEL:
-            self._require_levels(run, sample).move_to_front((layer, head))
+            self._require_levels(run, sample).move_heads_to_front((layer, head))
 
         def compute_tile(is_cancelled: IsCancelled) -> Array:
             return self._tiles_of_head(run, sample, layer, head, is_cancelled)(level, row, column, sink=sink)
@@ -189,16 +189,16 @@ class Viewer(WebSite):
 
         return tile
 
-    async def weights_of_query(self, request: Request) -> Response:
+    async def send_weights_of_query(self, request: Request) -> Response:
         """Return the attention weights of one query."""
         *_, head, one = self._requested_head(request)
         _require_map(one)
         query = parse_number("query", request.query_params.get("query"), below=one.num_queries)
         queries = slice(query, query + 1)
-        weights = await self.compute(request, self.workers, lambda _: weights_of_queries(one, head, queries))
+        weights = await self.compute_in_thread(request, self.workers, lambda _: weights_of_queries(one, head, queries))
         return floats_response(weights[0])
 
-    async def margin(self, request: Request) -> Response:
+    async def send_margin(self, request: Request) -> Response:
         """Return a statistic per key or per query, which is drawn at a margin of a head's map."""
         *_, head, one = self._requested_head(request)
         name = request.path_params["name"]
@@ -208,14 +208,16 @@ class Viewer(WebSite):
             )
         return floats_response(margin_of_map(one, head, name).numpy())
 
-    async def table(self, request: Request) -> Response:
+    async def send_table(self, request: Request) -> Response:
         """Return the statistics of every head as a CSV or JSON file."""
         run, sample = self._requested_sample(request)
         form, write = _requested_format(request, downloads.TABLE_WRITERS)
-        rows = await self.compute(request, self.slow_workers, lambda _: table_rows_of_heads(self.runs[run], sample))
+        rows = await self.compute_in_thread(
+            request, self.slow_workers, lambda _: table_rows_of_heads(self.runs[run], sample)
+        )
         return download_response(write(rows), f"heads-{sample}", form)
 
-    async def list_changed_heads(self, request: Request) -> Response:
+    async def send_changed_heads(self, request: Request) -> Response:
         """Return the heads that differ most from those of another record."""
         run, sample = self._requested_sample(request)
         other = self._requested_second_record(request.path_params["other"], run, sample)
@@ -232,7 +234,7 @@ class Viewer(WebSite):
             ),
         )
 
-    async def list_looking_heads(self, request: Request) -> Response:
+    async def send_looking_heads(self, request: Request) -> Response:
         """Return the heads that look most at a token of the main text."""
         run, sample = self._requested_sample(request)
         longest = max(layer.sample(sample).num_keys for layer in self.runs[run].record.layers)
@@ -244,7 +246,7 @@ class Viewer(WebSite):
 
         return await self._slow_response(request, find_heads)
 
-    async def weights(self, request: Request) -> Response:
+    async def send_weights(self, request: Request) -> Response:
         """Return the weights in a part of a head's map as a CSV or JSON file."""
         _, sample, _, head, one = self._requested_head(request)
         form, write = _requested_format(request, downloads.WEIGHT_WRITERS)
@@ -255,19 +257,19 @@ class Viewer(WebSite):
         text = write(one, head, queries=queries, keys=keys)
         return download_response(text, f"weights-{sample}-L{int(request.path_params['layer'])}H{head}", form)
 
-    async def list_nearest_heads(self, request: Request) -> Response:
+    async def send_nearest_heads(self, request: Request) -> Response:
         """Return the heads whose weights are most similar to those of one head."""
         run, sample, _, head, one = self._requested_head(request)
         _require_map(one)
         number, top = int(request.path_params["layer"]), _requested_number_of_heads(request, default=5)
         return await self._slow_response(request, lambda _: nearest_heads(self.runs[run], sample, number, head, top))
 
-    async def share(self, request: Request) -> Response:
+    async def send_shared_page(self, request: Request) -> Response:
         """Return the page with the view of one head, or of two compared heads, as one file of at most `most` bytes."""
         run, sample = self._requested_sample(request)
         params = request.query_params
         other = self._requested_second_record(params.get("run"), run, sample)
-        most = parse_number("size", params.get("most"), minimum=1, below=MAX_BYTES + 1, default=MAX_BYTES)
+        most = parse_number("size", params.get("most"), minimum=1, below=MAX_SHARED_BYTES + 1, default=MAX_SHARED_BYTES)
         shown = list(dict.fromkeys([run, other]))
 
         def write_page(is_cancelled: IsCancelled) -> tuple[str, bytes]:
@@ -302,7 +304,7 @@ class Viewer(WebSite):
             )
             return name_shared_file(str(runs[0]["title"] or runs[0]["name"]), heads), page
 
-        name, page = await self.compute(request, self.slow_workers, write_page)
+        name, page = await self.compute_in_thread(request, self.slow_workers, write_page)
         return download_response(iter([page]), name, "html")
 
     def _requested_sample(self, request: Request) -> tuple[int, int]:
@@ -380,11 +382,11 @@ class Viewer(WebSite):
         cached = self.array_cache.get(address)
         if cached is not None:
             return cached
-        return cast("Array", await self.compute(request, self.workers, compute_and_cache))
+        return cast("Array", await self.compute_in_thread(request, self.workers, compute_and_cache))
 
     async def _slow_response(self, request: Request, compute: Callable[[IsCancelled], object]) -> Response:
         """Return as JSON the result of a computation that takes seconds."""
-        return json_response(await self.compute(request, self.slow_workers, compute))
+        return json_response(await self.compute_in_thread(request, self.slow_workers, compute))
 
 
 def _require_map(sample: SampleRecord) -> None:

@@ -18,7 +18,7 @@ from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language, section, text
 from multihead.probes.probe import SHARE_FORMAT
 from multihead.viewer.columns import describe_column
-from multihead.viewer.page import numbers_or_none, render_heads_page
+from multihead.viewer.page import render_heads_page, round_all_for_json
 
 if TYPE_CHECKING:
     from multihead.observation.time_series import TimeSeries
@@ -109,7 +109,7 @@ def page_data(series: TimeSeries, lang: str) -> tuple[dict[str, Any], int]:
         "columns": columns,
         "ends": {each["id"]: _ends_of_scale(values[each["id"]], each["format"]) for each in columns},
         "values": {
-            name: [numbers_or_none(found[place], digits=4) for place in chosen] for name, found in values.items()
+            name: [round_all_for_json(found[place], digits=4) for place in chosen] for name, found in values.items()
         },
     }
     return data, every

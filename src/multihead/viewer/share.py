@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
     from multihead.viewer.levels import Array
 
-MAX_BYTES = 20_000_000
+MAX_SHARED_BYTES = 20_000_000
 """Maximum size of a shared file in bytes."""
 
 NUM_NEAR_QUERIES = 64
@@ -91,7 +91,7 @@ def shared_page(
     small: Callable[[int, int], tuple[Array, tuple[int, int]] | None],
     place: str,
     lang: str,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int = MAX_SHARED_BYTES,
 ) -> bytes:
     """Write a view as one HTML file.
 
@@ -112,7 +112,7 @@ def shared_page(
     Raises:
         ArgumentError: the view does not fit into max_bytes, even without any finer level.
     """
-    place, view = _renumbered_place(place, second_run=len(runs) > 1)
+    place, view = _renumber_address(place, second_run=len(runs) > 1)
     plain: dict[str, Any] = {"view": describe_view(runs, lang, similar=False, looking=False)}
     for run, described in enumerate(samples):
         plain[f"runs/{run}/samples/0"] = described
@@ -156,7 +156,7 @@ def name_shared_file(title: str, heads: Sequence[SharedHead]) -> str:
     return "-".join([plain, *(f"L{one.layer}H{one.head}" for one in heads)])
 
 
-def _renumbered_place(given: str, *, second_run: bool) -> tuple[str, PlaceInView]:
+def _renumber_address(given: str, *, second_run: bool) -> tuple[str, PlaceInView]:
     """Return the part in view, and its address in the file, where records and texts are numbered from 0."""
     values = dict(parse_qsl(given.removeprefix("#")))
     kept = {name: value for name, value in values.items() if name in {"a", "b", "v", "c", "s"}}
@@ -170,11 +170,11 @@ def _renumbered_place(given: str, *, second_run: bool) -> tuple[str, PlaceInView
     return f"#{urlencode(address)}", view
 
 
-def _tiles_in_view(one: SampleRecord, level: int, view: PlaceInView) -> list[tuple[int, int]]:
+def _tiles_in_view(sample: SampleRecord, level: int, view: PlaceInView) -> list[tuple[int, int]]:
     """List the (row, column) of a level's tiles in view; none if there are more than `MAX_TILES_IN_VIEW`."""
     width = TILE_SIDE << level
-    rows, columns = tiles_per_side(one.num_queries, level), tiles_per_side(one.num_keys, level)
-    n = view.num_keys or max(one.num_keys, one.num_queries)
+    rows, columns = tiles_per_side(sample.num_queries, level), tiles_per_side(sample.num_keys, level)
+    n = view.num_keys or max(sample.num_keys, sample.num_queries)
 
     def tiles_across(start: float, tiles: int) -> range:
         return range(max(0, int(start // width)), min(tiles, int((start + n) // width) + 1))
@@ -187,20 +187,20 @@ def _tiles_in_view(one: SampleRecord, level: int, view: PlaceInView) -> list[tup
     return found if len(found) <= MAX_TILES_IN_VIEW else []
 
 
-def _add_tiles(arrays: PackedArrays, one: SharedHead, level: int, places: Iterable[tuple[int, int]]) -> None:
+def _add_tiles(arrays: PackedArrays, head: SharedHead, level: int, places: Iterable[tuple[int, int]]) -> None:
     """Add tiles of a head; tiles in the first column also without the first key, if their cells are means."""
     for row, column in places:
         for sink in (True, False) if column == 0 and level > 0 else (True,):
-            name = f"{one.name} {level} {row} {column} {int(sink)}"
-            _add_float32(arrays, name, one.tile(level, row, column, sink=sink))
+            name = f"{head.name} {level} {row} {column} {int(sink)}"
+            _add_float32(arrays, name, head.tile(level, row, column, sink=sink))
 
 
-def _add_rows_near_query(arrays: PackedArrays, one: SharedHead, query: int) -> None:
-    """Add the weights of the queries around the chosen query, and the index of the first one, as `{head} rows`."""
-    chosen = query if 0 <= query < one.sample.num_queries else int(0.6 * one.sample.num_queries)
+def _add_rows_near_query(arrays: PackedArrays, head: SharedHead, query: int) -> None:
+    """Add the weights of the queries around the chosen query, and the index of the first of them, as `{head} rows`."""
+    chosen = query if 0 <= query < head.sample.num_queries else int(0.6 * head.sample.num_queries)
     first = max(0, chosen - NUM_NEAR_QUERIES // 2)
-    queries = slice(first, min(first + NUM_NEAR_QUERIES, one.sample.num_queries))
-    _add_float32(arrays, f"{one.name} rows", weights_of_queries(one.sample, one.head, queries), first=first)
+    queries = slice(first, min(first + NUM_NEAR_QUERIES, head.sample.num_queries))
+    _add_float32(arrays, f"{head.name} rows", weights_of_queries(head.sample, head.head, queries), first=first)
 
 
 def _add_small_maps(

@@ -43,11 +43,11 @@ class WebSite(ABC):
         for each in self._threads:
             each.close()
 
-    async def static(self, request: Request) -> Response:
+    async def send_static_file(self, request: Request) -> Response:
         """Return a file of the page, `static/{folder}/{name}`."""
         return file_response(request.path_params["folder"], request.path_params["name"])
 
-    async def compute(
+    async def compute_in_thread(
         self,
         request: Request,
         workers: WorkerThreads,
@@ -76,9 +76,9 @@ class WebSite(ABC):
         def write(part: bytes | None) -> None:
             loop.call_soon_threadsafe(parts.put_nowait, part)
 
-        def compute_and_end(cancelled: IsCancelled) -> None:
+        def compute_and_end(is_cancelled: IsCancelled) -> None:
             try:
-                compute(cancelled, write)
+                compute(is_cancelled, write)
             finally:
                 write(None)
 

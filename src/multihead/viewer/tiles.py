@@ -23,7 +23,7 @@ from multihead.viewer.levels import TILE_SIDE, Array, cells_per_side
 if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
-CACHE_BYTES = 128 << 20
+MAX_CACHE_BYTES = 128 << 20
 """Size of the tile cache in bytes: about 500 full tiles."""
 
 _CLOSE_TIMEOUT = 2.0  # seconds to wait for the threads to end
@@ -110,29 +110,29 @@ def tiles_per_side(length: int, level: int) -> int:
 class ArrayCache:
     """A least recently used cache of arrays, limited in bytes."""
 
-    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._kept: OrderedDict[Hashable, Array] = OrderedDict()
+        self._arrays: OrderedDict[Hashable, Array] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> Array | None:
         """Return the cached array of a key, or None if it is not cached."""
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key)
+            if key in self._arrays:
+                self._arrays.move_to_end(key)
+            return self._arrays.get(key)
 
     def put(self, key: Hashable, value: Array) -> None:
         """Store an array, unless it is larger than the whole cache."""
         if value.nbytes > self.max_bytes:
             return
         with self._lock:
-            before = self._kept.pop(key, None)
+            before = self._arrays.pop(key, None)
             self.num_bytes += value.nbytes - (0 if before is None else before.nbytes)
-            self._kept[key] = value
+            self._arrays[key] = value
             while self.num_bytes > self.max_bytes:
-                self.num_bytes -= self._kept.popitem(last=False)[1].nbytes
+                self.num_bytes -= self._arrays.popitem(last=False)[1].nbytes
 
 
 @dataclass(eq=False)
@@ -143,7 +143,7 @@ class ComputationJob:
         key: identifies the computation; requests with the same key share one job.
         compute: the function; its argument is a function that returns whether the job was cancelled.
         result: future that is completed when the computation ends.
-        waiting: number of requests that wait.
+        num_waiting_requests: number of requests that wait.
     """
 
     key: Hashable
@@ -163,88 +163,90 @@ class WorkerThreads:
     PyTorch's default setting, one.
 
     Args:
-        number: number of threads; None: the number of cores divided by PyTorch's threads.
-        idle: a function that does one step of background work, and returns whether more work is left.
+        num_threads: number of threads; None: the number of cores divided by PyTorch's threads.
+        run_background_step: a function that does one step of background work, and returns whether more work is left.
     """
 
-    def __init__(self, number: int | None = None, *, idle: Callable[[], bool] = lambda: False) -> None:
-        self._idle = idle
-        self._more = False
-        self._closed = False
-        self._stack: list[ComputationJob] = []
-        self._jobs: dict[Hashable, ComputationJob] = {}
-        self._changed = threading.Condition()
-        self._idling = threading.Lock()
+    def __init__(
+        self, num_threads: int | None = None, *, run_background_step: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._run_background_step = run_background_step
+        self._has_background_work = False
+        self._is_closed = False
+        self._waiting_jobs: list[ComputationJob] = []
+        self._jobs_by_key: dict[Hashable, ComputationJob] = {}
+        self._jobs_changed = threading.Condition()
+        self._background_lock = threading.Lock()
         fitting = max(1, (os.cpu_count() or 1) // max(1, torch.get_num_threads()))
         self._threads = [
             threading.Thread(target=self._run_jobs, name=f"multihead viewer {index}", daemon=True)
-            for index in range(number or fitting)
+            for index in range(num_threads or fitting)
         ]
         for thread in self._threads:
             thread.start()
 
     def submit(self, key: Hashable, compute: Callable[[IsCancelled], object]) -> ComputationJob:
         """Queue a computation before all earlier ones, or join the job that has the same key."""
-        with self._changed:
-            job = self._jobs.get(key)
+        with self._jobs_changed:
+            job = self._jobs_by_key.get(key)
             if job is None:
                 job = ComputationJob(key, compute)
                 # Marked as running, because a running future cannot be cancelled by one request for the others.
                 job.result.set_running_or_notify_cancel()
-                self._jobs[key] = job
-                self._stack.append(job)
-            elif job in self._stack:
-                self._stack.remove(job)
-                self._stack.append(job)
+                self._jobs_by_key[key] = job
+                self._waiting_jobs.append(job)
+            elif job in self._waiting_jobs:
+                self._waiting_jobs.remove(job)
+                self._waiting_jobs.append(job)
             job.num_waiting_requests += 1
-            self._changed.notify()
+            self._jobs_changed.notify()
         return job
 
     def stop_waiting(self, job: ComputationJob) -> None:
         """Stop waiting for a job; a job without waiting requests is cancelled."""
-        with self._changed:
+        with self._jobs_changed:
             job.num_waiting_requests -= 1
             if job.num_waiting_requests == 0:
-                if self._jobs.get(job.key) is job:
-                    del self._jobs[job.key]
-                if job in self._stack:
-                    self._stack.remove(job)
+                if self._jobs_by_key.get(job.key) is job:
+                    del self._jobs_by_key[job.key]
+                if job in self._waiting_jobs:
+                    self._waiting_jobs.remove(job)
 
     def announce_background_work(self) -> None:
         """Wake the threads for new background work."""
-        with self._changed:
-            self._more = True
-            self._changed.notify()
+        with self._jobs_changed:
+            self._has_background_work = True
+            self._jobs_changed.notify()
 
     def close(self) -> None:
         """Cancel all jobs, and wait some seconds for the threads to end."""
-        with self._changed:
-            self._closed = True
-            for job in self._jobs.values():
+        with self._jobs_changed:
+            self._is_closed = True
+            for job in self._jobs_by_key.values():
                 job.num_waiting_requests = 0
-            for job in self._stack:
+            for job in self._waiting_jobs:
                 job.result.set_exception(CancelledError())
-            self._stack.clear()
-            self._changed.notify_all()
+            self._waiting_jobs.clear()
+            self._jobs_changed.notify_all()
         for thread in self._threads:
             thread.join(_CLOSE_TIMEOUT)  # a job that cannot be cancelled ends with the process
 
     def _run_jobs(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._stack or self._more)
-                if self._closed:
+            with self._jobs_changed:
+                self._jobs_changed.wait_for(lambda: self._is_closed or self._waiting_jobs or self._has_background_work)
+                if self._is_closed:
                     return
-                job = self._stack.pop() if self._stack else None
+                job = self._waiting_jobs.pop() if self._waiting_jobs else None
                 if job is None:
-                    self._more = False
+                    self._has_background_work = False
             if job is not None:
                 self._run_job(job)
-            elif self._idling.acquire(blocking=False):  # one background step at a time over all threads
+            elif self._background_lock.acquire(blocking=False):  # one background step at a time over all threads
                 try:
-                    more = self._idle()
+                    more = self._run_background_step()
                 finally:
-                    self._idling.release()
+                    self._background_lock.release()
                 if more:
                     self.announce_background_work()
 
@@ -254,6 +256,6 @@ class WorkerThreads:
         except BaseException as error:  # noqa: BLE001 - passed on to the waiting requests
             job.result.set_exception(error)
         finally:
-            with self._changed:
-                if self._jobs.get(job.key) is job:
-                    del self._jobs[job.key]
+            with self._jobs_changed:
+                if self._jobs_by_key.get(job.key) is job:
+                    del self._jobs_by_key[job.key]

@@ -41,7 +41,7 @@ from multihead.record.sample import SampleRecord
 from multihead.tensors.undo import Undo
 from multihead.viewer.levels import Array
 from multihead.viewer.looking import ShowStep, measure_on_repeated_tokens, observe_texts
-from multihead.viewer.page import installed_version, numbers_or_none
+from multihead.viewer.page import installed_version, round_all_for_json
 from multihead.viewer.payload import RecordedRun, describe_sample
 from multihead.viewer.query_params import NotFoundError
 from multihead.viewer.tiles import IsCancelled, raise_if_cancelled
@@ -59,7 +59,7 @@ MIN_LOSS_INCREASE = 0.5
 MAX_CHANGED_MAPS, MAX_CELLS_PER_MAP_SIDE = 5, 96
 """Number of heads with changed maps that are listed, and largest number of cells per side of a map."""
 
-CONTINUATION_TOKENS = 40
+MAX_CONTINUATION_TOKENS = 40
 """Number of tokens of a greedy continuation of the text."""
 
 _MAX_STORED_RUNS = 2
@@ -92,10 +92,10 @@ class TrialTask(Protocol):
     def predict(self, model: Any, batch: BatchInputs) -> Tensor:
         """Run a model on a batch, and return the predictions to compare, (batch, ...): logits or sentence vectors."""
 
-    def describe(self, run: TextRun) -> dict[str, Any]:
+    def describe_predictions(self, run: TextRun) -> dict[str, Any]:
         """Describe the predictions of the model on a text with all heads on."""
 
-    def compare(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
+    def compare_predictions(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
         """Compare the predictions after a change of heads with those before it, for the page.
 
         Args:
@@ -104,7 +104,7 @@ class TrialTask(Protocol):
             token: index of the token after which the next tokens are compared; None for the last one.
         """
 
-    def measure(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
+    def measure_effects(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
         """Return per copy of the batch the effect of switching off its head, and other numbers: (copies, numbers).
 
         Args:
@@ -115,7 +115,7 @@ class TrialTask(Protocol):
         """
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
-        """Describe what `measure` returned for the heads of a layer, (heads, numbers)."""
+        """Describe what `measure_effects` returned for the heads of a layer, (heads, numbers)."""
 
 
 @dataclass(eq=False)
@@ -148,21 +148,21 @@ class TextRun:
     continuation: list[str] | None = None
 
     @cached_property
-    def names(self) -> dict[int, str]:
+    def layer_names(self) -> dict[int, str]:
         """Number of each layer -> its qualified name."""
         return {layer.number: layer.name for layer in self.record.layers}
 
     @cached_property
-    def losses(self) -> Tensor:
+    def losses_before(self) -> Tensor:
         """The loss of each token but the first of a language model with all heads on, nats: (tokens - 1,) float64."""
         return token_losses(self.predictions_before, self.batch["input_ids"])[0]
 
-    def decode_next(self, id_: int, place: int) -> str:
-        """Return the text that token `id_` adds after token `place`; for a part of a character, the token alone."""
+    def decode_next_token(self, token_id: int, position: int) -> str:
+        """Return the text that a token adds after the token at `position`; for a part of a character, its own text."""
         tokenizer = self.loaded.tokenizer
-        before = self.batch["input_ids"][0, max(place - _NUM_CONTEXT_TOKENS, 0) : place + 1].tolist()
-        added = _decode(tokenizer, [*before, id_])[len(_decode(tokenizer, before)) :]
-        return escape_controls(added or _decode(tokenizer, [id_]))
+        before = self.batch["input_ids"][0, max(position - _NUM_CONTEXT_TOKENS, 0) : position + 1].tolist()
+        added = _decode(tokenizer, [*before, token_id])[len(_decode(tokenizer, before)) :]
+        return escape_controls(added or _decode(tokenizer, [token_id]))
 
 
 class Trial:
@@ -177,12 +177,12 @@ class Trial:
     def __init__(
         self, loaded: LoadedModel, text: str | None = None, repeated: Mapping[str, RepeatedTokens] | None = None
     ) -> None:
-        self.loaded, self.repeated = loaded, repeated or {}
+        self.loaded, self.repeated_tokens = loaded, repeated or {}
         self.task: TrialTask = _NextTokenPredictions() if loaded.head == "language" else _SentenceSimilarities()
-        self.text = self.task.default_text if text is None else text
+        self.first_text = self.task.default_text if text is None else text
         self._runs: OrderedDict[str, TextRun] = OrderedDict()
 
-    def describe(self, lang: str) -> dict[str, Any]:
+    def describe_model(self, lang: str) -> dict[str, Any]:
         """Describe the model, for a page in a language."""
         model = self.loaded.model
         return {
@@ -191,12 +191,12 @@ class Trial:
             "version": installed_version(),
             "lang": lang,
             "kind": self.task.kind,
-            "text": self.text,
+            "text": self.first_text,
             "most_tokens": min(self.loaded.max_tokens or MAX_TOKENS, MAX_TOKENS),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         }
 
-    def read_text(self, text: str, cancelled: IsCancelled) -> TextRun:
+    def read_text(self, text: str, is_cancelled: IsCancelled) -> TextRun:
         """Read a text with all heads on, or return the stored run.
 
         Raises:
@@ -214,15 +214,15 @@ class Trial:
         batch = _padded_batch(self.loaded, rows)
         replay = Replay(self.loaded.model)
         with (
-            self._run_until_cancelled(replay, cancelled),
+            self._run_until_cancelled(replay, is_cancelled),
             observe_texts(self.loaded, rows) as record,
             replay.store_block_outputs(),
         ):
             begun = perf_counter()
             before = self.task.predict(self.loaded.model, batch)
             seconds = perf_counter() - begun
-        add_repeated(record, self.repeated)
-        with self._run_until_cancelled(replay, cancelled):
+        add_repeated(record, self.repeated_tokens)
+        with self._run_until_cancelled(replay, is_cancelled):
             begun = perf_counter()
             if replay.check_exactness(lambda: self.task.predict(self.loaded.model, batch), before):
                 # runs from the middle and from the last block take about the mean time over all heads
@@ -240,7 +240,7 @@ class Trial:
         kinds: dict[str, list[tuple[int, int]]] = {}
         for each in run.record.kinds():
             kinds.setdefault(each.kind, []).append((each.layer, each.head))
-        described = self.task.describe(run)
+        described = self.task.describe_predictions(run)
         losses = iter(described.pop("losses"))
         tokens: list[dict[str, Any]] = []
         for sentence, row in enumerate(run.encoded_rows):
@@ -258,8 +258,8 @@ class Trial:
             "replay": run.replay.is_exact,
         }
 
-    def change(
-        self, run: TextRun, factors: HeadFactors, token: int | None, cancelled: IsCancelled, *, lang: str = "en"
+    def change_heads(
+        self, run: TextRun, factors: HeadFactors, token: int | None, is_cancelled: IsCancelled, *, lang: str = "en"
     ) -> dict[str, Any]:
         """Run the model on a text with the outputs of some heads multiplied by factors, and compare.
 
@@ -278,19 +278,20 @@ class Trial:
             run.newest_change = (factors, run.record)
         else:
             first = min(layer for layer, _ in factors)
-            block = min(run.replay.block_of(run.names[layer]) for layer, _ in factors) if run.replay.is_exact else 0
+            names = [run.layer_names[layer] for layer, _ in factors]
+            block = min(map(run.replay.block_of, names)) if run.replay.is_exact else 0
             with (
-                self._run_until_cancelled(run.replay, cancelled),
+                self._run_until_cancelled(run.replay, is_cancelled),
                 observe(self.loaded.model, probes=()) as seen,
-                self._change_heads(run, factors),
+                self._scaled_heads(run, factors),
                 run.replay.start_at_block(block),
             ):
                 after = self.task.predict(self.loaded.model, run.batch)
             run.newest_change = (factors, seen)
-            distances = _distances_between_maps(run.record, seen, first, cancelled)
+            distances = _distances_between_maps(run.record, seen, first, is_cancelled)
         far = [(layer, head, value) for layer, values in distances for head, value in enumerate(values)]
         whole = first is not None and not run.replay.is_exact
-        return self.task.compare(run, after, token) | {
+        return self.task.compare_predictions(run, after, token) | {
             "changed": sorted(far, key=lambda each: -each[2])[:MAX_CHANGED_MAPS],
             "distances": [{"layer": layer, "heads": values} for layer, values in distances],
             "seconds": perf_counter() - begun,
@@ -299,40 +300,37 @@ class Trial:
             "why_whole": locale("try.why whole", lang) if whole else None,
         }
 
-    def maps(
-        self, run: TextRun, factors: HeadFactors, layer: int, head: int, row: int, cancelled: IsCancelled
+    def maps_before_and_after(
+        self, run: TextRun, factors: HeadFactors, layer: int, head: int, sentence: int, is_cancelled: IsCancelled
     ) -> Array:
         """Return a head's map before and after a change, (2, queries, keys) float32 of blocks, NaN = masked."""
         self._check_heads(run, {(layer, head): 0.0})
-        if not 0 <= row < len(run.encoded_rows):
-            raise NotFoundError(f"There is no sentence {row}.", f"Give one from 0 to {len(run.encoded_rows) - 1}.")
+        if not 0 <= sentence < len(run.encoded_rows):
+            raise NotFoundError(f"There is no sentence {sentence}.", f"Give one from 0 to {len(run.encoded_rows) - 1}.")
         if run.newest_change is None or run.newest_change[0] != factors:
-            self.change(run, factors, None, cancelled)
+            self.change_heads(run, factors, None, is_cancelled)
         assert run.newest_change is not None
         before = run.record[layer]
         after = next((each for each in run.newest_change[1].layers if each.name == before.name), before)
-        length = max(before.sample(row).num_queries, before.sample(row).num_keys)
-        found = [
-            each.sample(row).blocks(head, block=-(-length // MAX_CELLS_PER_MAP_SIDE), cancelled=cancelled).means()[0]
-            for each in (before, after)
-        ]
+        samples = [each.sample(sentence) for each in (before, after)]
+        block = -(-max(samples[0].num_queries, samples[0].num_keys) // MAX_CELLS_PER_MAP_SIDE)
+        found = [each.blocks(head, block=block, cancelled=is_cancelled).means()[0] for each in samples]
         maps: Array = torch.stack(found).float().numpy()
         return maps
 
-    def sweep(self, run: TextRun, token: int | None, cancelled: IsCancelled) -> Iterator[dict[str, Any]]:
+    def sweep(self, run: TextRun, token: int | None, is_cancelled: IsCancelled) -> Iterator[dict[str, Any]]:
         """Switch off each head once: yield one item per layer, and at the end the time in seconds."""
         layers = run.record.layers
         seconds = floor = 0.0
         copies = max(1, _MAX_SWEEP_BYTES // max(run.predictions_before.nbytes, 1))
-        found = sweep_layers(
-            run.replay,
-            run.batch,
-            layers,
-            lambda batch, number: self.task.measure(run, self.task.predict(self.loaded.model, batch), number, token),
-            most_copies=copies,
-        )
+
+        def measure(batch: BatchInputs, num_copies: int) -> Tensor:
+            predictions = self.task.predict(self.loaded.model, batch)
+            return self.task.measure_effects(run, predictions, num_copies, token)
+
+        found = sweep_layers(run.replay, run.batch, layers, measure, most_copies=copies)
         for done in range(1, len(layers) + 1):
-            with self._run_until_cancelled(run.replay, cancelled):
+            with self._run_until_cancelled(run.replay, is_cancelled):
                 one = next(found)
             seconds, floor = seconds + one.seconds, floor + one.seconds_after_layer
             yield self.task.describe_sweep(run, one.result_per_head) | {
@@ -344,7 +342,7 @@ class Trial:
         yield {"seconds": seconds, "floor_seconds": floor, "peak_mib": None if peak is None else peak >> 20}
 
     def continue_text(
-        self, run: TextRun, factors: HeadFactors, write: Callable[[str, list[str]], None], cancelled: IsCancelled
+        self, run: TextRun, factors: HeadFactors, write: Callable[[str, list[str]], None], is_cancelled: IsCancelled
     ) -> None:
         """Continue a text greedily with all heads on and with a change; calls write("before" or "after", tokens).
 
@@ -353,11 +351,11 @@ class Trial:
         """
         self.check_continuation(run, factors)
         if run.continuation is None:
-            run.continuation = self._generate(run, {}, lambda tokens: write("before", tokens), cancelled)
+            run.continuation = self._generate(run, {}, lambda tokens: write("before", tokens), is_cancelled)
         else:
             write("before", run.continuation)
         if factors:
-            self._generate(run, factors, lambda tokens: write("after", tokens), cancelled)
+            self._generate(run, factors, lambda tokens: write("after", tokens), is_cancelled)
 
     def check_continuation(self, run: TextRun, factors: HeadFactors) -> None:
         """Reject texts and changes of heads for which the model cannot generate a continuation.
@@ -372,24 +370,24 @@ class Trial:
             raise ModelError(f"{self.loaded.title} does not continue a text.", "Use a language model.")
 
     def _generate(
-        self, run: TextRun, factors: HeadFactors, write: Callable[[list[str]], None], cancelled: IsCancelled
+        self, run: TextRun, factors: HeadFactors, write: Callable[[list[str]], None], is_cancelled: IsCancelled
     ) -> list[str]:
         """Generate tokens greedily, write each as soon as it is known, and return them."""
-        streamer = _TokenWriter(self.loaded.tokenizer, run.batch["input_ids"][0].tolist(), write, cancelled)
-        most = min(CONTINUATION_TOKENS, (self.loaded.max_tokens or MAX_TOKENS) - run.encoded_rows[0].ids.shape[1])
+        streamer = _TokenWriter(self.loaded.tokenizer, run.batch["input_ids"][0].tolist(), write, is_cancelled)
+        most = min(MAX_CONTINUATION_TOKENS, (self.loaded.max_tokens or MAX_TOKENS) - run.encoded_rows[0].ids.shape[1])
         if most < 1:
             return []
         model: Any = self.loaded.model
-        with torch.no_grad(), self._change_heads(run, factors):
+        with torch.no_grad(), self._scaled_heads(run, factors):
             model.generate(**run.batch, do_sample=False, num_beams=1, max_new_tokens=most, streamer=streamer)
         return streamer.tokens
 
-    def _change_heads(self, run: TextRun, factors: HeadFactors) -> Any:
+    def _scaled_heads(self, run: TextRun, factors: HeadFactors) -> Any:
         """Return the context in which heads are changed, named by module, because a replay may leave blocks out."""
         if not factors:
             return nullcontext()
         return scale_heads(
-            self.loaded.model, {(run.names[layer], head): factor for (layer, head), factor in factors.items()}
+            self.loaded.model, {(run.layer_names[layer], head): factor for (layer, head), factor in factors.items()}
         )
 
     def _check_heads(self, run: TextRun, factors: HeadFactors) -> None:
@@ -406,11 +404,11 @@ class Trial:
             raise ArgumentError("All heads of the model are off.", "Leave some on.")
 
     @contextmanager
-    def _run_until_cancelled(self, replay: Replay, cancelled: IsCancelled) -> Iterator[None]:
+    def _run_until_cancelled(self, replay: Replay, is_cancelled: IsCancelled) -> Iterator[None]:
         """Run the model without gradients in this context; stop between two blocks if no request waits any more."""
 
         def stop_if_cancelled(*_: object) -> None:
-            raise_if_cancelled(cancelled)
+            raise_if_cancelled(is_cancelled)
 
         with torch.no_grad(), Undo() as undo:
             for block in replay.blocks:
@@ -439,21 +437,21 @@ class _NextTokenPredictions:
         logits: Tensor = model(**batch, use_cache=False).logits
         return logits
 
-    def describe(self, run: TextRun) -> dict[str, Any]:
-        """Describe the loss of each token, see `TrialTask.describe`."""
-        return {"losses": _losses_of_page(run.losses), "sentences": [], "similarity": None}
+    def describe_predictions(self, run: TextRun) -> dict[str, Any]:
+        """Describe the loss of each token, see `TrialTask.describe_predictions`."""
+        return {"losses": _losses_after_none(run.losses_before), "sentences": [], "similarity": None}
 
-    def compare(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
-        """Compare losses and next tokens, see `TrialTask.compare`."""
-        before = _losses_of_page(run.losses)
-        losses = _losses_of_page(token_losses(predictions, run.batch["input_ids"])[0])
+    def compare_predictions(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
+        """Compare losses and next tokens, see `TrialTask.compare_predictions`."""
+        before = _losses_after_none(run.losses_before)
+        losses = _losses_after_none(token_losses(predictions, run.batch["input_ids"])[0])
         pairs = [(a, b) for a, b in zip(before, losses, strict=True) if a is not None and b is not None]
         place = predictions.shape[1] - 1 if token is None else token
         rows = [logits[0, place] for logits in (run.predictions_before, predictions)]
         ids = torch.cat([likeliest_tokens(row, NUM_LIKELIEST_TOKENS)[0] for row in rows]).unique()
         both = torch.stack([row.double().softmax(-1)[ids] for row in rows])
         order = both.amax(0).argsort(descending=True)
-        (divergence,) = numbers_or_none(kl_divergence(*rows)[None])
+        (divergence,) = round_all_for_json(kl_divergence(*rows)[None])
         return {
             "losses": losses,
             "predictions": len(pairs),
@@ -461,14 +459,14 @@ class _NextTokenPredictions:
             "at": place,
             "kl": divergence,
             "next": [
-                {"id": id_, "token": run.decode_next(id_, place), "before": p, "after": q}
+                {"id": id_, "token": run.decode_next_token(id_, place), "before": p, "after": q}
                 for id_, p, q in zip(ids[order].tolist(), *both[:, order].tolist(), strict=True)
             ],
             "others": dict(zip(("before", "after"), (1 - both.sum(1)).clamp(min=0).tolist(), strict=True)),
             "similarity": None,
         }
 
-    def measure(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
+    def measure_effects(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
         """Return per copy the change of ln p of the likeliest token, and the loss of each token: (copies, tokens)."""
         place = predictions.shape[1] - 1 if token is None else token
         row = run.predictions_before[0, place].double()
@@ -480,8 +478,8 @@ class _NextTokenPredictions:
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
         """Describe the effect on the chosen token, and on the mean loss of the text, see `TrialTask.describe_sweep`."""
         return {
-            "effects": numbers_or_none(measured[:, 0]),
-            "losses": numbers_or_none(measured[:, 1:].mean(1) - run.losses.mean().cpu()),
+            "effects": round_all_for_json(measured[:, 0]),
+            "losses": round_all_for_json(measured[:, 1:].mean(1) - run.losses_before.mean().cpu()),
         }
 
 
@@ -508,20 +506,20 @@ class _SentenceSimilarities:
         states, mask = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
         return normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
-    def describe(self, run: TextRun) -> dict[str, Any]:
-        """Describe the similarities, see `TrialTask.describe`."""
+    def describe_predictions(self, run: TextRun) -> dict[str, Any]:
+        """Describe the similarities, see `TrialTask.describe_predictions`."""
         return {
             "losses": [],
             "sentences": _lines_with_text(run.text),
             "similarity": _cosine_similarities(run.predictions_before).tolist(),
         }
 
-    def compare(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
-        """Compare the similarities, see `TrialTask.compare`."""
+    def compare_predictions(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
+        """Compare the similarities, see `TrialTask.compare_predictions`."""
         nothing = dict.fromkeys(("losses", "predictions", "worse", "at", "kl", "next", "others"))
         return {**nothing, "similarity": _cosine_similarities(predictions).tolist()}
 
-    def measure(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
+    def measure_effects(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
         """Return the largest change of a similarity, with its sign, (copies, 1)."""
         before = _cosine_similarities(run.predictions_before)
         flat = (_cosine_similarities(predictions.unflatten(0, (num_copies, -1))) - before).flatten(1)
@@ -529,7 +527,7 @@ class _SentenceSimilarities:
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
         """Describe the largest change of a similarity, see `TrialTask.describe_sweep`."""
-        return {"effects": numbers_or_none(measured[:, 0]), "losses": None}
+        return {"effects": round_all_for_json(measured[:, 0]), "losses": None}
 
 
 class _TokenWriter:
@@ -542,10 +540,10 @@ class _TokenWriter:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: list[int], write: Callable[[list[str]], None], cancelled: IsCancelled
+        self, tokenizer: Any, prompt: list[int], write: Callable[[list[str]], None], is_cancelled: IsCancelled
     ) -> None:
         self.tokens: list[str] = []
-        self._tokenizer, self._write, self._cancelled = tokenizer, write, cancelled
+        self._tokenizer, self._write, self._cancelled = tokenizer, write, is_cancelled
         self._ids, self._text = prompt, _decode(tokenizer, prompt)
         self._is_prompt = True
 
@@ -558,13 +556,13 @@ class _TokenWriter:
         self._ids = [*self._ids, *value.flatten().tolist()]
         # an incomplete character is written when its other tokens arrive
         if not _decode(self._tokenizer, self._ids).endswith("\ufffd"):
-            self._write_new()
+            self._write_new_text()
 
     def end(self) -> None:
         """Receive the end of the generation."""
-        self._write_new()
+        self._write_new_text()
 
-    def _write_new(self) -> None:
+    def _write_new_text(self) -> None:
         text = _decode(self._tokenizer, self._ids)
         new, self._text = escape_controls(text[len(self._text) :]), text
         if new:
@@ -606,20 +604,20 @@ def open_trial(
     """
     use(loaded.model)
     trial = Trial(loaded, text)
-    trial.task.encode(loaded, trial.text)  # raises an error before the long step
-    trial.repeated = measure_on_repeated_tokens(loaded, show, lang)
+    trial.task.encode(loaded, trial.first_text)  # raises an error before the long step
+    trial.repeated_tokens = measure_on_repeated_tokens(loaded, show, lang)
     show(locale("look.doing.watching", lang))
-    trial.read_text(trial.text, lambda: False)
+    trial.read_text(trial.first_text, lambda: False)
     return trial
 
 
-def parse_factors(given: str) -> dict[tuple[int, int], float]:
+def parse_head_factors(given: str) -> dict[tuple[int, int], float]:
     """Parse heads in an address: "18.6,17.3:0.5" is L18 H6 times 0 and L17 H3 times 0.5.
 
     Raises:
         ArgumentError: `given` is not such a list.
 
-    >>> parse_factors("18.6,17.3:0.5")
+    >>> parse_head_factors("18.6,17.3:0.5")
     {(18, 6): 0.0, (17, 3): 0.5}
     """
     found: dict[tuple[int, int], float] = {}
@@ -646,9 +644,9 @@ def _padded_batch(loaded: LoadedModel, rows: Sequence[EncodedText]) -> dict[str,
     }
 
 
-def _losses_of_page(losses: Tensor) -> list[float | None]:
+def _losses_after_none(losses: Tensor) -> list[float | None]:
     """Return the losses of all tokens but the first, (tokens - 1,), with None for the first one."""
-    return [None, *numbers_or_none(losses, digits=9)]
+    return [None, *round_all_for_json(losses, digits=9)]
 
 
 def _lines_with_text(text: str) -> list[str]:
@@ -662,7 +660,7 @@ def _cosine_similarities(vectors: Tensor) -> Tensor:
 
 
 def _distances_between_maps(
-    before: Record, after: Record, first: int, cancelled: IsCancelled
+    before: Record, after: Record, first: int, is_cancelled: IsCancelled
 ) -> list[tuple[int, list[float]]]:
     """Return (layer, distance per head) between the maps before and after a change, for layers after `first`.
 
@@ -674,7 +672,7 @@ def _distances_between_maps(
     for layer in before.layers:
         if layer.number <= first or layer.name not in known:
             continue
-        raise_if_cancelled(cancelled)
+        raise_if_cancelled(is_cancelled)
         pairs = list(zip(layer.samples, known[layer.name].samples, strict=True))
         sums = sum(
             (_mean_distance_between_maps(*pair) for pair in pairs), torch.zeros(layer.num_heads, dtype=torch.float64)

@@ -15,7 +15,7 @@ from multihead.viewer.responses import floats_response, page_response
 from multihead.viewer.security import json_response
 from multihead.viewer.site import WebSite
 from multihead.viewer.tiles import IsCancelled, WorkerThreads
-from multihead.viewer.trial import MAX_TOKENS, TextRun, Trial, parse_factors
+from multihead.viewer.trial import MAX_TOKENS, TextRun, Trial, parse_head_factors
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -38,102 +38,102 @@ class TrialSite(WebSite):
     def routes(self) -> list[Route]:
         """Return the routes, relative to the token."""
         return [
-            Route("/", self.index),
-            Route("/static/{folder}/{name}", self.static),
-            Route("/api/model", self.describe),
-            Route("/api/text", self.text),
-            Route("/api/change", self.change),
-            Route("/api/maps", self.maps),
-            Route("/api/sweep", self.sweep),
-            Route("/api/continuation", self.continuation),
+            Route("/", self.send_page),
+            Route("/static/{folder}/{name}", self.send_static_file),
+            Route("/api/model", self.send_model),
+            Route("/api/text", self.send_text),
+            Route("/api/change", self.send_change),
+            Route("/api/maps", self.send_maps),
+            Route("/api/sweep", self.send_sweep),
+            Route("/api/continuation", self.send_continuation),
         ]
 
-    async def index(self, request: Request) -> Response:
+    async def send_page(self, request: Request) -> Response:
         """Return the page."""
-        return page_response(self._language(request), "try")
+        return page_response(self._requested_language(request), "try")
 
-    async def describe(self, request: Request) -> Response:
+    async def send_model(self, request: Request) -> Response:
         """Describe the model, and the text to begin with."""
-        return json_response(self.trial.describe(self._language(request)))
+        return json_response(self.trial.describe_model(self._requested_language(request)))
 
-    async def text(self, request: Request) -> Response:
+    async def send_text(self, request: Request) -> Response:
         """Read a text with all heads on."""
-        lang = self._language(request)
-        return await self._answer(request, lambda run, _: self.trial.describe_text(run, lang))
+        lang = self._requested_language(request)
+        return await self._json_about_text(request, lambda run, _: self.trial.describe_text(run, lang))
 
-    async def change(self, request: Request) -> Response:
+    async def send_change(self, request: Request) -> Response:
         """Compare the model with some heads off with the model as it is."""
-        factors, place = parse_factors(request.query_params.get("heads", "")), _requested_place(request)
-        lang = self._language(request)
+        factors, place = parse_head_factors(request.query_params.get("heads", "")), _requested_token(request)
+        lang = self._requested_language(request)
 
-        def compare(run: TextRun, cancelled: IsCancelled) -> dict[str, Any]:
-            return self.trial.change(run, factors, place, cancelled, lang=lang)
+        def compare(run: TextRun, is_cancelled: IsCancelled) -> dict[str, Any]:
+            return self.trial.change_heads(run, factors, place, is_cancelled, lang=lang)
 
-        return await self._answer(request, compare)
+        return await self._json_about_text(request, compare)
 
-    async def maps(self, request: Request) -> Response:
+    async def send_maps(self, request: Request) -> Response:
         """Return a head's map before and after a change."""
         params = request.query_params
-        factors = parse_factors(params.get("heads", ""))
+        factors = parse_head_factors(params.get("heads", ""))
         layer, head, row = (
             parse_number(name, params.get(name), below=1 << 16, default=default)
             for name, default in (("layer", None), ("head", None), ("sentence", 0))
         )
 
-        def compute_maps(cancelled: IsCancelled) -> Any:
-            run = self.trial.read_text(params.get("text", ""), cancelled)
-            return self.trial.maps(run, factors, layer, head, row, cancelled)
+        def compute_maps(is_cancelled: IsCancelled) -> Any:
+            run = self.trial.read_text(params.get("text", ""), is_cancelled)
+            return self.trial.maps_before_and_after(run, factors, layer, head, row, is_cancelled)
 
-        return floats_response(await self.compute(request, self.model_thread, compute_maps))
+        return floats_response(await self.compute_in_thread(request, self.model_thread, compute_maps))
 
-    async def sweep(self, request: Request) -> Response:
+    async def send_sweep(self, request: Request) -> Response:
         """Switch off every head once, and write a line for each layer as soon as it is done."""
-        place = _requested_place(request)
-        run = await self._read(request)
+        place = _requested_token(request)
+        run = await self._read_requested_text(request)
 
-        def write_layers(cancelled: IsCancelled, write: Callable[[bytes], None]) -> None:
-            for line in self.trial.sweep(run, place, cancelled):
+        def write_layers(is_cancelled: IsCancelled, write: Callable[[bytes], None]) -> None:
+            for line in self.trial.sweep(run, place, is_cancelled):
                 write(_json_line(line))
 
         return _lines_response(self.stream(self.model_thread, write_layers))
 
-    async def continuation(self, request: Request) -> Response:
+    async def send_continuation(self, request: Request) -> Response:
         """Continue the text with all heads on and with some off, and write each token as soon as it is known."""
-        factors = parse_factors(request.query_params.get("heads", ""))
-        run = await self._read(request)
+        factors = parse_head_factors(request.query_params.get("heads", ""))
+        run = await self._read_requested_text(request)
         self.trial.check_continuation(run, factors)  # raises errors before the streamed response begins
 
-        def write_tokens(cancelled: IsCancelled, write: Callable[[bytes], None]) -> None:
-            self.trial.continue_text(run, factors, lambda side, tokens: write(_json_line({side: tokens})), cancelled)
+        def write_tokens(is_cancelled: IsCancelled, write: Callable[[bytes], None]) -> None:
+            self.trial.continue_text(run, factors, lambda side, tokens: write(_json_line({side: tokens})), is_cancelled)
             write(_json_line({"done": True}))
 
         return _lines_response(self.stream(self.model_thread, write_tokens))
 
-    def _language(self, request: Request) -> str:
+    def _requested_language(self, request: Request) -> str:
         lang = request.query_params.get("lang", self.lang)
         check_language(lang)
         return lang
 
-    async def _answer(self, request: Request, answer: Callable[[TextRun, IsCancelled], object]) -> Response:
-        """Run the model on the requested text, and return the result of `answer` as JSON."""
+    async def _json_about_text(self, request: Request, describe: Callable[[TextRun, IsCancelled], object]) -> Response:
+        """Run the model on the requested text, and return the result of `describe` as JSON."""
         text = request.query_params.get("text", "")
         return json_response(
-            await self.compute(
+            await self.compute_in_thread(
                 request,
                 self.model_thread,
-                lambda cancelled: answer(self.trial.read_text(text, cancelled), cancelled),
+                lambda is_cancelled: describe(self.trial.read_text(text, is_cancelled), is_cancelled),
             )
         )
 
-    async def _read(self, request: Request) -> TextRun:
+    async def _read_requested_text(self, request: Request) -> TextRun:
         text = request.query_params.get("text", "")
-        run: TextRun = await self.compute(
-            request, self.model_thread, lambda cancelled: self.trial.read_text(text, cancelled)
+        run: TextRun = await self.compute_in_thread(
+            request, self.model_thread, lambda is_cancelled: self.trial.read_text(text, is_cancelled)
         )
         return run
 
 
-def _requested_place(request: Request) -> int | None:
+def _requested_token(request: Request) -> int | None:
     """Return the index of the chosen token; None for the last one."""
     given = request.query_params.get("at")
     return None if given is None else parse_number("token", given, below=MAX_TOKENS)

@@ -40,7 +40,7 @@ PATHS = (
 def answer(running: InProcessServer, path: str) -> list[tuple[dict[str, Any], bytes]]:
     """Return all parts of the answer to a request."""
     parts: list[tuple[dict[str, Any], bytes]] = []
-    running.start_answer(path, lambda head, body: parts.append((head, body))).result(60)
+    running.start_answering(path, lambda head, body: parts.append((head, body))).result(60)
     return parts
 
 
@@ -89,7 +89,7 @@ def test_a_cancelled_request_ends_its_computation(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(routes, "describe_sample", endless)
     parts: list[object] = []
-    pending = InProcessServer([RecordedRun("small", small())], "en").start_answer(
+    pending = InProcessServer([RecordedRun("small", small())], "en").start_answering(
         "api/runs/0/samples/0", lambda *part: parts.append(part)
     )
     assert began.wait(60)
@@ -114,7 +114,7 @@ def test_a_failure_is_answered_and_its_traceback_is_printed(monkeypatch: pytest.
     monkeypatch.setattr(requests.traceback, "print_exc", noted)
     parts: list[tuple[dict[str, Any], bytes]] = []
     running = InProcessServer([RecordedRun("small", small())], "en")
-    running.start_answer("api/view", lambda *part: parts.append(part))
+    running.start_answering("api/view", lambda *part: parts.append(part))
     assert printed.wait(60)
     assert [str(each) for each in failures] == ["no such thing"]
     assert parts[-1][0]["status"] == 500

@@ -37,14 +37,14 @@ def test_the_picture_has_a_map_of_every_head() -> None:
 
 def test_of_a_long_text_the_most_focused_heads_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     record = watch(40, mask=masks.Causal(), layers=6)
-    monkeypatch.setattr(static_output, "MAX_WEIGHTS", 8 * 40 * 40)
+    monkeypatch.setattr(static_output, "MAX_COMPUTED_WEIGHTS", 8 * 40 * 40)
     assert picture_of_heads(record)[1].startswith("Maps of the 8 most focused heads:")
-    monkeypatch.setattr(static_output, "MAX_WEIGHTS", 3 * 40 * 40)
+    monkeypatch.setattr(static_output, "MAX_COMPUTED_WEIGHTS", 3 * 40 * 40)
     assert picture_of_heads(record)[1] == "Of every head: entropy."
 
 
 def test_recorded_maps_are_drawn_whatever_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_output, "MAX_WEIGHTS", 0)
+    monkeypatch.setattr(static_output, "MAX_COMPUTED_WEIGHTS", 0)
     record = watch(40, mask=masks.Causal(), probes=("entropy", "pooled_map"))
     assert picture_of_heads(record)[1].startswith("Maps of all 2 heads:")
 

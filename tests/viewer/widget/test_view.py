@@ -50,18 +50,18 @@ def test_a_request_that_has_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) 
     ended.set_result(None)
     waiting: Future[None] = Future()
     pending = {"one": ended, "two": waiting}
-    monkeypatch.setattr(view._requests, "start_answer", lambda path, send: pending[path])
+    monkeypatch.setattr(view._server, "start_answering", lambda path, send: pending[path])
     for key in pending:
         view._handle_custom_msg({"id": key, "path": key}, [])
-    assert view._pending == {"two": waiting}
+    assert view._pending_answers == {"two": waiting}
     waiting.set_result(None)
-    assert view._pending == {}
+    assert view._pending_answers == {}
 
 
 def test_a_request_is_cancelled_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     view = small().view()
     page = Page(view, monkeypatch)
-    monkeypatch.setattr(view._requests, "start_answer", lambda path, send: pending)
+    monkeypatch.setattr(view._server, "start_answering", lambda path, send: pending)
     pending: Future[None] = Future()
     view._handle_custom_msg({"id": "one 1", "path": "api/view"}, [])
     view._handle_custom_msg({"cancel": "another"}, [])

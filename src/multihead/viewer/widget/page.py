@@ -33,7 +33,7 @@ def javascript_module() -> str:
 
     The viewer's modules are wrapped in a function that is called once per view, so that views share no variables.
     """
-    bundle = bundle_script(_MAIN_MODULE, given=tuple((path, "host") for path in _HOST_MODULES))
+    bundle = bundle_script(_MAIN_MODULE, replacements=tuple((path, "host") for path in _HOST_MODULES))
     return (
         f"function viewer(host) {{\n{bundle}\n"
         f"return {{ ...modules['{_HEAD_MODULE}'], ...modules['{_MAIN_MODULE}'] }};\n}}\n"

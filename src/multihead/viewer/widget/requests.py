@@ -51,7 +51,7 @@ class InProcessServer:
         threading.Thread(target=_run_loop, args=(self._loop,), name="multihead widget", daemon=True).start()
         weakref.finalize(self, _stop_loop, viewer, self._loop).atexit = False
 
-    def start_answer(self, path: str, send: SendPart) -> Future[None]:
+    def start_answering(self, path: str, send: SendPart) -> Future[None]:
         """Answer a request; cancelling the result cancels the computation.
 
         Args:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 MAX_CELLS_PER_MAP_SIDE = 32
 """Largest number of rows and columns of a small map in the picture."""
 
-MAX_WEIGHTS = 1 << 27
+MAX_COMPUTED_WEIGHTS = 1 << 27
 """Largest number of weights that are computed for the picture, which takes about a tenth of a second."""
 
 # A saved notebook has no widget any more, and JupyterLab shows an error in its place, which this style hides.
-_STYLE = (
+_STYLE_HIDING_LOST_WIDGET = (
     "<style>.jp-OutputArea-child:not(:has(.multihead-view)):has(+ .jp-OutputArea-child [data-multihead-static])"
     "{display:none}</style>"
 )
@@ -45,7 +45,7 @@ def static_html(record: Record, *, mark: str, lang: str) -> str:
     shown, caption = picture_of_heads(record, lang=lang)
     source = base64.b64encode(shown).decode()
     return (
-        f'<div data-multihead-static="{escape(mark)}">{_STYLE}'
+        f'<div data-multihead-static="{escape(mark)}">{_STYLE_HIDING_LOST_WIDGET}'
         f'<p>{escape(caption)}</p><img alt="{escape(caption)}" src="data:image/png;base64,{source}">'
         f"{record._repr_html_()}</div>"
     )
@@ -61,7 +61,7 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
     heads = [(place, head) for place, layer in enumerate(record.layers) for head in range(layer.num_heads)]
     ones = [layer.sample() if layer.samples else None for layer in record.layers]
     cells = max((one.num_queries * one.num_keys for one in ones if one is not None), default=0)
-    number = MAX_WEIGHTS // max(1, cells) if record.keeps_weights else 0
+    number = MAX_COMPUTED_WEIGHTS // max(1, cells) if record.keeps_weights else 0
     if all(one is not None and "pooled_map" in one.statistics for one in ones):
         number = len(heads)  # all heads have stored maps, so no weight must be computed
     if number < min(len(heads), _MAPS_PER_ROW // 2):

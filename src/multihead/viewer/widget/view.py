@@ -92,8 +92,8 @@ class View(anywidget.AnyWidget):
     def __init__(
         self, *records: Record, lang: str = "en", height: int = 640, linked: View | None = None, **options: Any
     ) -> None:
-        self._requests: InProcessServer | None = None
-        self._pending: dict[str, Future[None]] = {}
+        self._server: InProcessServer | None = None
+        self._pending_answers: dict[str, Future[None]] = {}
         check_language(lang)
         if isinstance(height, bool) or not isinstance(height, int) or height < 240:
             raise ArgumentError(f"height is {height!r}.", "Give a number of pixels from 240 on.")
@@ -109,7 +109,7 @@ class View(anywidget.AnyWidget):
         self._lang = lang
         self._mark = secrets.token_hex(8)
         runs = [RecordedRun(name, record) for name, record in zip(_names_of_records(records), records, strict=True)]
-        self._requests = shared_server(runs, lang)
+        self._server = shared_server(runs, lang)
         texts = {**section(lang, "common", "page", "viewer"), "silent": text("widget.silent", lang)}
         page = {
             "html": markup_of_page(lang),
@@ -127,9 +127,9 @@ class View(anywidget.AnyWidget):
 
     def close(self) -> None:
         """Remove the widget and stop its computations."""
-        for pending in list(self._pending.values()):
+        for pending in list(self._pending_answers.values()):
             pending.cancel()
-        self._requests = None
+        self._server = None
         super().close()
 
     def __repr__(self) -> str:
@@ -137,10 +137,10 @@ class View(anywidget.AnyWidget):
         return text("widget.plain", self._lang, title=escape_controls(self._records[0].title) or "a record")
 
     def _ipython_display_(self) -> None:
-        if self._requests is None:
+        if self._server is None:
             return  # the widget was closed
         # The page's first request takes longest, so its computation starts before the page has loaded.
-        self._requests.start_answer("api/runs/0/samples/0", lambda part, body: None)
+        self._server.start_answering("api/runs/0/samples/0", lambda part, body: None)
         shown = self._repr_mimebundle_()
         bundle = shown[0] if isinstance(shown, tuple) else shown
         display(bundle, raw=True)
@@ -176,20 +176,20 @@ class View(anywidget.AnyWidget):
     def _answer_message(self, widget: object, content: dict[str, Any], buffers: Sequence[bytes]) -> None:
         """Answer a request of the page, or cancel one that the page no longer needs."""
         if "cancel" in content:
-            pending = self._pending.pop(content["cancel"], None)
+            pending = self._pending_answers.pop(content["cancel"], None)
             if pending is not None:
                 pending.cancel()
             return
-        key, requests = content["id"], self._requests
+        key, requests = content["id"], self._server
         if requests is None:
             return
 
         def send_part(part: dict[str, Any], body: bytes) -> None:
             self.send({"id": key, **part}, [body])
 
-        pending = self._pending[key] = requests.start_answer(content["path"], send_part)
+        pending = self._pending_answers[key] = requests.start_answering(content["path"], send_part)
         # the callback runs at once if the request has ended already
-        pending.add_done_callback(lambda _: self._pending.pop(key, None))
+        pending.add_done_callback(lambda _: self._pending_answers.pop(key, None))
 
 
 def _names_of_records(records: Sequence[Record]) -> list[str]:
