@@ -1,11 +1,11 @@
 // The page of a series: the heads at one step, a slider over the steps that can play, and one head over all steps.
 import { dark, paint, palette, tone } from '../shared/colour.js';
-import { $, el, svg, translate } from '../shared/dom.js';
+import { $, el, translate } from '../shared/dom.js';
 import { drawHeads } from '../shared/headgrid.js';
 import { HeadList } from '../shared/headlist.js';
-import { statisticScale } from '../shared/legend.js';
 import { count, known } from '../shared/numbers.js';
-import { definitions, numbersTable, statistic, withUnit } from '../shared/statistics.js';
+import { definitions, numbersTable, statistic, statisticScale, withUnit } from '../shared/statistics.js';
+import { svg } from '../shared/svg.js';
 import { fittedToWindow, whenWidthChanges } from '../shared/window.js';
 
 const D = JSON.parse($('data').textContent);

@@ -26,11 +26,3 @@ export function el(tag, props = {}, ...children) {
   made.append(...children);
   return made;
 }
-
-// Create an element of an SVG picture with attributes and children.
-export function svg(tag, attributes, ...children) {
-  const made = document.createElementNS('http://www.w3.org/2000/svg', tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
-}

@@ -1,7 +1,8 @@
 // How kinds of heads are shown: names and glyphs. A glyph is a small picture of the kind's pattern on 12 x 12 units. A head has one
 // kind or more, the most specific first; the first one is its colour.
-import { el, svg, translate } from './dom.js';
+import { el, translate } from './dom.js';
 import { glyphOf, isOutline, labelOf, LEGEND } from './kindlist.js';
+import { svg } from './svg.js';
 
 export const kindName = labelOf;
 

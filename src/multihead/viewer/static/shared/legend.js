@@ -2,7 +2,6 @@
 import { rgb, SCALES, sized, tone } from './colour.js';
 import { el, NBSP, translate } from './dom.js';
 import { exact } from './numbers.js';
-import { withUnit } from './statistics.js';
 
 export function ramp(lut, width, height = 10) {
   const canvas = el('canvas', { 'aria-hidden': 'true' }), pen = sized(canvas, width, height);
@@ -28,9 +27,6 @@ export const markedRamp = (lut, width, marks) => el('div', {}, ramp(lut, width),
 
 // The ramp of a difference A − B, from −end to +end, which are percentages unless `form` writes them otherwise.
 export const signedRamp = (width, end, form = exact) => markedRamp('apart', width, [[0, '−' + form(end)], [50, '0'], [100, '+' + form(end)]]);
-
-// The scale of a statistic below a grid: a ramp with marks, and a note after the name of the statistic.
-export const statisticScale = (one, lut, marks, note) => [markedRamp(lut, 320, marks), el('div', { className: 'note', textContent: [withUnit(one), note].join(translate('join.parts')) })];
 
 export function scaleChoice(chosen, choose) {
   return el('span', { className: 'seg', role: 'group', 'aria-label': translate('scale.label') }, ...Object.keys(SCALES).map(name => el('button', {

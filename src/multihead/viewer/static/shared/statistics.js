@@ -1,6 +1,7 @@
 // The statistics of every head: their labels, units and number formats, and the definitions of statistics and kinds.
 import { el, knows, NBSP, translate } from './dom.js';
 import { glyph } from './kinds.js';
+import { markedRamp } from './legend.js';
 import { known, share } from './numbers.js';
 
 // Return a function that formats numbers: "share", ".2f" (decimals) or ".3g" (significant digits, no exponent).
@@ -25,6 +26,9 @@ export function statistic({ id, label, unit, format }, values, full, chance = []
   };
 }
 export const withUnit = one => one.unit ? translate('label and unit', { label: one.label, unit: one.unit }) : one.label;
+
+// The scale of a statistic below a grid: a ramp with marks, and a note after the name of the statistic.
+export const statisticScale = (one, lut, marks, note) => [markedRamp(lut, 320, marks), el('div', { className: 'note', textContent: [withUnit(one), note].join(translate('join.parts')) })];
 
 // The chance of a column: one number, or the range over layers whose masks differ.
 export function chanceOf(one) {
