@@ -32,10 +32,6 @@ CLAIMS: dict[str, tuple[dict[str, Any], str]] = {
         {"interval": lambda self, queries, keys: (0 * queries, queries + 2)},
         "interval shows key 1 to query 0, and visible hides it (query_start=0)",
     ),
-    "an interval of one query": (
-        {"interval_at": lambda self, position, keys: (0, position)},
-        "interval_at hides key 0 from query 0, and visible shows it (query_start=0)",
-    ),
     "a band": (
         {"band": Band(keys_before=1, keys_after=0)},
         "band hides key 0 from query 2, and visible shows it (query_start=0)",

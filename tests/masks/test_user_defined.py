@@ -333,9 +333,6 @@ def test_a_mask_derived_from_one_of_the_package_shows_what_it_defines_itself() -
         def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
             return torch.zeros_like(queries), queries
 
-        def interval_at(self, position: int, keys: int) -> tuple[int, int]:
-            return 0, position
-
     q, k, v = torch.randn(3, 1, 2, LENGTH, 8).unbind()
     seen = torch.ones(LENGTH, LENGTH).tril(-1).bool()
     for mask in (Strict(), Strict() & masks.Lengths((LENGTH,))):

@@ -82,6 +82,12 @@ class Band(NamedTuple):
     keys_before: int = -1
     keys_after: int = -1
 
+    def interval_of_query(self, position: int, keys: int) -> tuple[int, int]:
+        """Return the interval [start, stop) of the keys that the query at a position sees, if `lengths` is None."""
+        start = max(position - self.keys_before, 0) if self.keys_before >= 0 else 0
+        stop = min(position + self.keys_after + 1, keys) if self.keys_after >= 0 else keys
+        return (start, stop) if start < stop else (0, 0)
+
 
 _PytreeContext: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, object], ...]]"
 
@@ -284,10 +290,6 @@ class Mask:
         """Return the class name and the fields of the mask, to be saved in a record."""
         return type(self).__name__, self.values()
 
-    def interval_at(self, position: int, keys: int) -> tuple[int, int] | None:
-        """Return the interval [start, stop) of one query at an int position; None if this needs a tensor."""
-        return None
-
     def check_fits(self, size: CallSize) -> None:
         """Raise a MaskError if the mask does not fit the sizes of a call.
 
@@ -487,13 +489,6 @@ class And(_CombinedMask):
             return None
         before, after = (min((n for n in side if n >= 0), default=-1) for side in list(zip(*known, strict=True))[1:])
         return Band(lengths[0] if lengths else None, before, after)
-
-    def interval_at(self, position: int, keys: int) -> tuple[int, int] | None:
-        intervals = [part.interval_at(position, keys) for part in self.parts]
-        known = [interval for interval in intervals if interval is not None]
-        if len(known) < len(intervals):
-            return None
-        return max(start for start, _ in known), min(stop for _, stop in known)
 
     def without_documents(self) -> Mask:
         return self._combine_parts(part.without_documents() for part in self.parts)

@@ -42,7 +42,7 @@ def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
         tile = TilePositions.from_sizes(queries, keys, query_start=start)
         visible = mask.tile(tile)  # (batch or 1, heads or 1, queries, keys)
         mask.check_fits(CallSize(visible.shape[0], visible.shape[1], queries, keys))
-        for name, claimed in _visibility_by_attribute(mask, tile, start, visible):
+        for name, claimed in _visibility_by_attribute(mask, tile, visible):
             differs = (claimed != visible).nonzero()
             if len(differs):
                 sample, head, query, key = differs[0].tolist()
@@ -56,20 +56,13 @@ def check(mask: Mask, queries: int = 8, keys: int = 8) -> None:
                 )
 
 
-def _visibility_by_attribute(
-    mask: Mask, tile: TilePositions, start: int, visible: Tensor
-) -> Iterator[tuple[str, Tensor]]:
+def _visibility_by_attribute(mask: Mask, tile: TilePositions, visible: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each attribute of a mask, and the visibility (batch, heads, queries, keys) that it implies."""
-    queries, keys = visible.shape[2:]
-    positions, columns = tile.positions, tile.columns
+    keys, positions, columns = visible.shape[3], tile.positions, tile.columns
     bounds = mask.bounds(CallPositions(positions.view(1, -1), keys, has_readable_values=True))
     first, stop = (edge[:, None, :, None] for edge in (bounds.start, bounds.stop))
     inside = (columns >= first) & (columns < stop)
     yield "interval", inside if bounds.remainder is None else inside & bounds.remainder.tile(tile)
-    intervals = [mask.interval_at(start + query, keys) for query in range(queries)]
-    if None not in intervals:
-        edges = torch.tensor(intervals).view(1, 1, queries, 2)
-        yield "interval_at", (columns >= edges[..., :1]) & (columns < edges[..., 1:])
     if mask.band is not None:
         lengths, before, after = mask.band
         near = torch.ones_like(visible) if lengths is None else columns < lengths.view(-1, 1, 1, 1)

@@ -38,9 +38,6 @@ class Full(Mask):
         first = torch.zeros_like(queries[:1])
         return first, first + keys
 
-    def interval_at(self, position: int, keys: int) -> tuple[int, int]:
-        return 0, keys
-
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
@@ -67,9 +64,6 @@ class Causal(Mask):
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(queries), queries + 1
-
-    def interval_at(self, position: int, keys: int) -> tuple[int, int]:
-        return 0, position + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +123,3 @@ class Window(Mask):
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
         before, after = self._keys_before_and_after
         return queries - before, queries + after + 1
-
-    def interval_at(self, position: int, keys: int) -> tuple[int, int]:
-        before, after = self._keys_before_and_after
-        return position - before, position + after + 1

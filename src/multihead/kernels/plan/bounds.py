@@ -98,11 +98,9 @@ def key_bounds(
     device = torch.device(device)
     if isinstance(query_start, Tensor) or is_intercepted():
         return _compute_bounds(mask, queries, keys, query_start, device)
-    if queries == 1:  # not cached: each decoding step has another number of keys, and its bounds are two numbers
-        interval = mask.interval_at(query_start, keys)
-        if interval is not None:
-            start, stop = max(interval[0], 0), min(interval[1], keys)
-            return _bounds_of_one_query(start, stop, device) if start < stop else _bounds_of_one_query(0, 0, device)
+    # Not cached: each decoding step has another number of keys, and its bounds are two numbers.
+    if queries == 1 and mask.band is not None and mask.band.lengths is None:
+        return _bounds_of_one_query(*mask.band.interval_of_query(query_start, keys), device)
     of_mask = mask.cache_key()
     if of_mask is None:
         return _compute_bounds(mask, queries, keys, query_start, device)
