@@ -27,7 +27,6 @@ from multihead.kernels.dense_tile import hidden_cells, visible_cells, without_au
 from multihead.kernels.nonfinite import replace_nonfinite
 from multihead.kernels.per_head import MAX_WEIGHTS_PER_TILE
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.scores.bias import dense_bias
 from multihead.tensors.tracing import is_traced
 
 
@@ -98,8 +97,7 @@ def _weights_before_dropout(request: AttentionRequest, *, average: bool = False)
     with without_autocast(request.shape.device):
         # Hidden NaN is replaced first: it would reach the gradient of the weights, where 0 * NaN is summed.
         request, bad_rows = replace_nonfinite(request, bounds_of(request))
-        q, k, bias = request.q, request.k, request.bias
-        bias = None if bias is None else dense_bias(bias, request.shape)
+        q, k, bias = request.q, request.k, request.dense_bias
         if (
             is_traced()
         ):  # torch.func and torch.jit.trace take no such autograd.Function; a compiler decides what to keep

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from multihead.kernels.parts import PartName
 from multihead.kernels.quantised import Int8Scales, dequantise
 from multihead.masks import Mask
-from multihead.scores.bias import Bias, values_of
+from multihead.scores.bias import Bias, dense_bias, values_of
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_in_backward_pass
 from multihead.tensors.undo import Undo
@@ -141,6 +141,11 @@ class AttentionRequest:
     def bias_values(self) -> Tensor | None:
         """The tensor of the bias: the values of a RelativeBias, or the dense bias itself; None without a bias."""
         return None if self.bias is None else values_of(self.bias)
+
+    @property
+    def dense_bias(self) -> Tensor | None:
+        """The bias as a tensor broadcasting to (batch, heads, queries, keys); None without a bias."""
+        return None if self.bias is None else dense_bias(self.bias, self.shape.query_length, self.shape.key_length)
 
     @property
     def qkv_need_gradient(self) -> bool:

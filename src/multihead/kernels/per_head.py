@@ -25,7 +25,6 @@ from multihead.kernels.call import (
 )
 from multihead.kernels.dense_tile import hidden_cells, without_autocast
 from multihead.kernels.native import library
-from multihead.scores.bias import dense_bias
 from multihead.tensors.tracing import is_traced
 
 # Number of weights computed at once, over samples and heads: 1 MiB of float32. Matrix products of this size are as fast
@@ -45,18 +44,14 @@ def is_computed_per_head(request: AttentionRequest, *, need_weights: bool) -> bo
     shape = request.shape
     if is_traced() or shape.device.type != "cpu" or not shape.num_cells:
         return False
-    if (
-        not need_weights
-        and not request.dropout
-        and library.reason_of_absence() is None
-        and shape.dtype == torch.float32
-    ):
-        return False
     if shape.dtype not in (torch.float32, torch.float64):
         return False
-    is_slow = request.needs_gradient or not request.mask.hides_nothing or shape.key_length > MAX_KEYS
-    if is_slow and not request.dropout:
-        return False
+    if not request.dropout:
+        has_native_kernel = shape.dtype == torch.float32 and library.reason_of_absence() is None
+        if has_native_kernel and not need_weights:
+            return False
+        if request.needs_gradient or not request.mask.hides_nothing or shape.key_length > MAX_KEYS:
+            return False
     return _has_finite_inputs(request)
 
 
@@ -73,7 +68,7 @@ def attend_per_head(request: AttentionRequest, *, need_weights: bool, average: b
         size = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)
         # The dropout mask is drawn once for all heads, as in torch.nn, so that a seed drops the same weights.
         keep = torch.empty(size, dtype=torch.bool).bernoulli_(1 - request.dropout)
-    arguments = (request.q, request.k, request.v, _bias_tensor(request), keep, request, need_weights, average)
+    arguments = (request.q, request.k, request.v, request.dense_bias, keep, request, need_weights, average)
     with without_autocast(request.shape.device):
         if request.needs_gradient:
             output, weights = _AttentionPerHead.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -165,7 +160,7 @@ def _weights_of_tile(request: AttentionRequest, hidden: Tensor | None, tile: tup
 def _scores_of_tile(request: AttentionRequest, hidden: Tensor | None, tile: tuple[slice, slice]) -> Tensor:
     """Compute the scores of some samples and heads, -inf where hidden: (samples, heads, queries, keys)."""
     cells = (request.q[tile] * request.scale) @ request.k[tile].mT
-    bias = _bias_tensor(request)
+    bias = request.dense_bias
     if bias is not None:
         cells += _slice_of_tile(bias, tile)
     return cells if hidden is None else cells.masked_fill_(_slice_of_tile(hidden, tile), -torch.inf)
@@ -203,14 +198,10 @@ def _tiles_of_heads(request: AttentionRequest) -> Iterator[tuple[slice, slice]]:
             yield slice(sample, sample + samples), slice(head, head + heads)
 
 
-def _bias_tensor(request: AttentionRequest) -> Tensor | None:
-    return None if request.bias is None else dense_bias(request.bias, request.shape)
-
-
 def _has_finite_inputs(request: AttentionRequest) -> bool:
     """Whether q, k, v and the bias are finite, by the sum of their elements."""
     total = request.q.detach().sum() + request.k.detach().sum() + request.v.detach().sum()
-    bias = _bias_tensor(request)
+    bias = None if request.bias_values is None else request.bias_values.detach()
     if bias is not None:
-        total = total + bias.detach().masked_fill(bias.detach() == -torch.inf, 0).sum()
+        total = total + bias.masked_fill(bias == -torch.inf, 0).sum()
     return bool(torch.isfinite(total))

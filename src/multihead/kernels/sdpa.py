@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from multihead.kernels import fused
 from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
 from multihead.kernels.dense_tile import visibility_tensors, visible_cells, without_qkv, working_dtype
-from multihead.kernels.plan.bounds import key_bounds
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.plan.rectangles import Rectangle, cover_with_rectangles
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
@@ -72,12 +72,9 @@ def _refusal_on_cuda(request: AttentionRequest) -> str | None:
 
 def _bounds_on_cpu(request: AttentionRequest) -> KeyBounds | None:
     """Compute the bounds of a request on CUDA from Python numbers; None where the mask or query_start holds tensors."""
-    if isinstance(request.query_start, Tensor) or request.mask.cache_key() is None:
+    if isinstance(request.query_start, Tensor) or request.mask.holds_tensors:
         return None
-    shape = request.shape
-    return key_bounds(
-        request.mask, queries=shape.query_length, keys=shape.key_length, query_start=request.query_start, device="cpu"
-    )
+    return bounds_of(request, "cpu")
 
 
 def _rectangles_of(request: AttentionRequest, bounds: KeyBounds) -> tuple[Rectangle, ...]:

@@ -48,7 +48,7 @@ from multihead.record.sample import SampleRecord
 from multihead.record.segments import ChunkedRows, Segment, copy_contiguous
 from multihead.record.summaries import MeasuredStatistic, queries_that_count
 from multihead.record.token_ids import CallTokenIds
-from multihead.scores.bias import Bias, RelativeBias, dense_bias
+from multihead.scores.bias import Bias, RelativeBias
 
 SLICING_LOCK = RLock()
 """Lock for slicing samples out of a batch, because several threads may read a record."""
@@ -640,11 +640,9 @@ def restore_dropped_keys(call: AttentionCall, key_start: int) -> tuple[Attention
         return call, key_start
     if shape.key_length < mask.count:  # a call without tokens of this sample
         return call, 0
-    bias = None
-    if request.bias is not None:
-        bias = _insert_zeros(
-            dense_bias(request.bias, shape).expand(-1, -1, -1, shape.key_length), 3, mask.count, key_start
-        )
+    bias = request.dense_bias
+    if bias is not None:
+        bias = _insert_zeros(bias.expand(-1, -1, -1, shape.key_length), 3, mask.count, key_start)
     whole = replace(
         request,
         k=_insert_zeros(request.k, 2, mask.count, key_start),

@@ -133,23 +133,21 @@ def with_values(bias: Bias, values: Tensor) -> Bias:
     return RelativeBias(values) if isinstance(bias, RelativeBias) else values
 
 
-def dense_bias(bias: Bias, shape: AttentionShape) -> Tensor:
+def dense_bias(bias: Bias, queries: int, keys: int) -> Tensor:
     """Return a bias as a tensor broadcasting to (batch, heads, queries, keys)."""
-    return bias if isinstance(bias, Tensor) else bias.tile(shape.query_length, shape.key_length)
+    return bias if isinstance(bias, Tensor) else bias.tile(queries, keys)
 
 
 def add_biases(bias: Bias, other: Bias, queries: int, keys: int) -> Bias:
     """Add two biases. The sum is a RelativeBias where both are."""
     if isinstance(bias, RelativeBias) and isinstance(other, RelativeBias):
         return RelativeBias(bias.values + other.values)
-    whole = [each.tile(queries, keys) if isinstance(each, RelativeBias) else each for each in (bias, other)]
-    return whole[0] + whole[1]
+    return dense_bias(bias, queries, keys) + dense_bias(other, queries, keys)
 
 
 def prepend_zero_column(bias: Bias, queries: int, keys: int) -> Tensor:
     """Prepend a column of zeros to a bias, for a key that is prepended."""
-    whole = bias.tile(queries, keys) if isinstance(bias, RelativeBias) else bias
-    return torch.nn.functional.pad(whole.expand(-1, -1, -1, keys), (1, 0))
+    return torch.nn.functional.pad(dense_bias(bias, queries, keys).expand(-1, -1, -1, keys), (1, 0))
 
 
 def slice_bias(bias: Bias, queries: int, rows: tuple[int, int], keys: tuple[int, int]) -> Bias:

@@ -66,15 +66,15 @@ class PlanCache(Generic[PlanT]):
 BOUNDS_CACHE: PlanCache[KeyBounds] = PlanCache(CACHE_BYTES)
 
 
-def bounds_of(request: AttentionRequest) -> KeyBounds:
-    """Return the interval of keys that each query of a request may see."""
+def bounds_of(request: AttentionRequest, device: torch.device | str | None = None) -> KeyBounds:
+    """Return the interval of keys that each query of a request may see, on the device of the request by default."""
     shape = request.shape
     return key_bounds(
         request.mask,
         queries=shape.query_length,
         keys=shape.key_length,
         query_start=request.query_start,
-        device=shape.device,
+        device=device or shape.device,
     )
 
 
