@@ -184,7 +184,7 @@ def test_of_a_long_text_what_changed_is_read_off_some_queries(monkeypatch: pytes
     before, after = (RecordedRun(name, watch(40, mask=masks.Causal(), seed=seed)) for seed, name in enumerate("ab"))
     monkeypatch.setattr(similar, "DEFAULT_COMPARED_WEIGHTS", 1)
     steps: list[int] = []
-    body = changed_heads(before, after, 0, 1, lang="en", progress=lambda: steps.append(1))
+    body = changed_heads(before, after, 0, 1, lambda: bool(steps.append(1)), lang="en")
     assert body["every"] == 3
     assert len(body["heads"]) == 1
     assert body["heads"][0]["divergence"] == before.record.changed(after.record, queries=16)[0].divergence

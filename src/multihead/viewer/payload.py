@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from multihead.viewer.columns import columns_not_recorded, describe_column, lege
 from multihead.viewer.facts import facts_of_record, lead_sentence, name_masks
 from multihead.viewer.levels import MAX_COARSEST_SIDE, number_of_levels
 from multihead.viewer.page import installed_version, round_all_for_json, round_for_json
-from multihead.viewer.tiles import visible_weights
+from multihead.viewer.tiles import IsCancelled, raise_if_cancelled, visible_weights
 from multihead.viewer.tokens import SPECIAL_FLAG, layout_of_tokens
 
 if TYPE_CHECKING:
@@ -152,13 +152,8 @@ class PageText:
     @classmethod
     def from_text(cls, text: Text, length: int) -> PageText:
         """Convert a recorded text of `length` tokens to a text of the page."""
-        tokens, special = text.tokens, text.special
-        return cls(
-            length,
-            tokens,
-            special,
-            None if tokens is None else layout_of_tokens(tokens, special=special, gaps=text.gaps),
-        )
+        layout = None if text.tokens is None else layout_of_tokens(text.tokens, special=text.special, gaps=text.gaps)
+        return cls(length, text.tokens, text.special, layout)
 
 
 def texts_of_record(record: Record, sample: int) -> list[PageText]:
@@ -266,7 +261,7 @@ def nearest_heads(run: RecordedRun, sample: int, layer: int, head: int, top: int
 
 
 def heads_looking_at(
-    run: RecordedRun, sample: int, key: int, layers: Sequence[Mapping[str, Any]], progress: Callable[[], None]
+    run: RecordedRun, sample: int, key: int, layers: Sequence[Mapping[str, Any]], is_cancelled: IsCancelled
 ) -> dict[str, Any]:
     """List the heads that look most at a token of the main text, with the queries whose weights on it are largest.
 
@@ -275,7 +270,7 @@ def heads_looking_at(
         sample: index of the text.
         key: position of the token.
         layers: the descriptions of the layers; only layers whose keys are the main text are read.
-        progress: called before each layer; it may raise to stop.
+        is_cancelled: called before each layer; if it returns True, CancelledError is raised.
 
     Returns:
         heads: layer, head, share (the mean weight on the token over the queries that may see it) and queries (pairs of
@@ -285,7 +280,7 @@ def heads_looking_at(
     found: list[dict[str, Any]] = []
     totals, heads = torch.zeros(layers[0]["keys"], dtype=torch.float64), 0
     for layer, described in zip(run.record.layers, layers, strict=True):
-        progress()
+        raise_if_cancelled(is_cancelled)
         one = layer.sample(sample)
         if described["keyText"] != 0 or described["rows"] != "all" or key >= one.num_keys:
             continue
@@ -307,7 +302,7 @@ def heads_looking_at(
 
 
 def changed_heads(
-    before: RecordedRun, after: RecordedRun, sample: int, top: int, *, lang: str, progress: Callable[[], None]
+    before: RecordedRun, after: RecordedRun, sample: int, top: int, is_cancelled: IsCancelled, *, lang: str
 ) -> dict[str, Any]:
     """List the heads whose weights differ most between two runs, the most changed first; see `Record.changed`.
 
@@ -318,7 +313,7 @@ def changed_heads(
     queries = affordable_queries(2 * sum(one.num_keys * one.num_heads for one in ones))
     try:
         found = before.record.changed(
-            after.record, sample=sample, top=top, queries=queries, progress=lambda done, total: progress()
+            after.record, sample=sample, top=top, queries=queries, progress=lambda *_: raise_if_cancelled(is_cancelled)
         )
     except (ArgumentError, ProbeError) as error:
         return {"every": 1, "heads": [], "error": str(error)}

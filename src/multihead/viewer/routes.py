@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -46,7 +45,6 @@ from multihead.viewer.tiles import (
     WorkerThreads,
     fine_tile,
     maps_of_all_heads,
-    raise_if_cancelled,
     tiles_per_side,
     weights_of_queries,
 )
@@ -78,7 +76,7 @@ class Viewer(WebSite):
         super().__init__(self.workers, self.slow_workers)
         self.array_cache = ArrayCache()
         self.memory_budget = MemoryBudget(MAX_LEVEL_BYTES_IN_MEMORY)
-        self._described: dict[tuple[int, int], dict[str, Any]] = {}
+        self._described: dict[tuple[RecordedRun, int], dict[str, Any]] = {}
 
     def routes(self) -> list[Route]:
         """Return the routes, relative to the token."""
@@ -118,10 +116,10 @@ class Viewer(WebSite):
             await self.compute_in_thread(request, self.slow_workers, lambda _: self._cached_description(run, sample))
         return json_response(self._described[run, sample])
 
-    def _cached_description(self, run: int, sample: int) -> dict[str, Any]:
+    def _cached_description(self, run: RecordedRun, sample: int) -> dict[str, Any]:
         # The description is stored even if the request was cancelled, so that loading the page again is faster.
         if (run, sample) not in self._described:
-            self._described[run, sample] = describe_sample(self.runs[run], sample, self.lang)
+            self._described[run, sample] = describe_sample(run, sample, self.lang)
         return self._described[run, sample]
 
     async def send_building_progress(self, request: Request) -> Response:
@@ -139,9 +137,9 @@ class Viewer(WebSite):
         )
         return floats_response(maps, weights_per_cell(one))
 
-    def _small_maps(self, run: int, sample: int, layer: int, is_cancelled: IsCancelled) -> Array:
+    def _small_maps(self, run: RecordedRun, sample: int, layer: int, is_cancelled: IsCancelled) -> Array:
         """Return the small maps of a layer, (heads, rows, columns), given the layer's index in the record."""
-        one = self.runs[run].record.layers[layer].sample(sample)
+        one = run.record.layers[layer].sample(sample)
         pooled, level = stored_small_maps(one), small_map_level(one)
         if pooled is not None:
             values: Array = pooled.float().numpy()
@@ -177,10 +175,10 @@ class Viewer(WebSite):
         return floats_response(await self._cached_or_computed(request, compute_tile))
 
     def _tiles_of_head(
-        self, run: int, sample: int, layer: int, head: int, is_cancelled: IsCancelled
+        self, run: RecordedRun, sample: int, layer: int, head: int, is_cancelled: IsCancelled
     ) -> Callable[..., Array]:
         """Return a function that reads or computes a tile of a head's map, given level, row, column and sink=."""
-        one = self.runs[run].record.layers[layer].sample(sample)
+        one = run.record.layers[layer].sample(sample)
 
         def tile(level: int, row: int, column: int, *, sink: bool) -> Array:
             if level >= FINEST_STORED_LEVEL:
@@ -212,37 +210,27 @@ class Viewer(WebSite):
         """Return the statistics of every head as a CSV or JSON file."""
         run, sample = self._requested_sample(request)
         form, write = _requested_format(request, downloads.TABLE_WRITERS)
-        rows = await self.compute_in_thread(
-            request, self.slow_workers, lambda _: table_rows_of_heads(self.runs[run], sample)
-        )
+        rows = await self.compute_in_thread(request, self.slow_workers, lambda _: table_rows_of_heads(run, sample))
         return download_response(write(rows), f"heads-{sample}", form)
 
     async def send_changed_heads(self, request: Request) -> Response:
         """Return the heads that differ most from those of another record."""
         run, sample = self._requested_sample(request)
-        other = self._requested_second_record(request.path_params["other"], run, sample)
+        other = self._requested_second_run(request.path_params["other"], run, sample)
         top = _requested_number_of_heads(request, default=12)
         return await self._slow_response(
-            request,
-            lambda is_cancelled: changed_heads(
-                self.runs[run],
-                self.runs[other],
-                sample,
-                top,
-                lang=self.lang,
-                progress=partial(raise_if_cancelled, is_cancelled),
-            ),
+            request, lambda is_cancelled: changed_heads(run, other, sample, top, is_cancelled, lang=self.lang)
         )
 
     async def send_looking_heads(self, request: Request) -> Response:
         """Return the heads that look most at a token of the main text."""
         run, sample = self._requested_sample(request)
-        longest = max(layer.sample(sample).num_keys for layer in self.runs[run].record.layers)
+        longest = max(layer.sample(sample).num_keys for layer in run.record.layers)
         key = parse_number("key", request.query_params.get("key"), below=longest)
 
         def find_heads(is_cancelled: IsCancelled) -> dict[str, Any]:
             layers = self._cached_description(run, sample)["layers"]
-            return heads_looking_at(self.runs[run], sample, key, layers, partial(raise_if_cancelled, is_cancelled))
+            return heads_looking_at(run, sample, key, layers, is_cancelled)
 
         return await self._slow_response(request, find_heads)
 
@@ -262,18 +250,18 @@ class Viewer(WebSite):
         run, sample, _, head, one = self._requested_head(request)
         _require_map(one)
         number, top = int(request.path_params["layer"]), _requested_number_of_heads(request, default=5)
-        return await self._slow_response(request, lambda _: nearest_heads(self.runs[run], sample, number, head, top))
+        return await self._slow_response(request, lambda _: nearest_heads(run, sample, number, head, top))
 
     async def send_shared_page(self, request: Request) -> Response:
         """Return the page with the view of one head, or of two compared heads, as one file of at most `most` bytes."""
         run, sample = self._requested_sample(request)
         params = request.query_params
-        other = self._requested_second_record(params.get("run"), run, sample)
+        other = self._requested_second_run(params.get("run"), run, sample)
         most = parse_number("size", params.get("most"), minimum=1, below=MAX_SHARED_BYTES + 1, default=MAX_SHARED_BYTES)
         shown = list(dict.fromkeys([run, other]))
 
         def write_page(is_cancelled: IsCancelled) -> tuple[str, bytes]:
-            def find_head(run: int, address: str) -> SharedHead:
+            def find_head(run: RecordedRun, address: str) -> SharedHead:
                 """Find a head given as "layer.head"."""
                 layer, _, head = address.partition(".")
                 index, one = self._find_layer(run, sample, layer)
@@ -292,7 +280,7 @@ class Viewer(WebSite):
             heads = [find_head(run, params.get("a", ""))]
             if params.get("b"):
                 heads.append(find_head(other, params["b"]))
-            runs = [describe_run(self.runs[each]) for each in shown]
+            runs = [describe_run(each) for each in shown]
             page = shared_page(
                 heads,
                 runs=[one | {"samples": [one["samples"][sample]]} for one in runs],
@@ -307,20 +295,20 @@ class Viewer(WebSite):
         name, page = await self.compute_in_thread(request, self.slow_workers, write_page)
         return download_response(iter([page]), name, "html")
 
-    def _requested_sample(self, request: Request) -> tuple[int, int]:
-        """Return the requested indices of the run and its sample."""
-        run = parse_number("run", request.path_params["run"], below=len(self.runs))
-        return run, parse_number("sample", request.path_params["sample"], below=self.runs[run].num_samples)
+    def _requested_sample(self, request: Request) -> tuple[RecordedRun, int]:
+        """Return the requested run, and the index of the requested sample."""
+        run = self.runs[parse_number("run", request.path_params["run"], below=len(self.runs))]
+        return run, parse_number("sample", request.path_params["sample"], below=run.num_samples)
 
-    def _requested_second_record(self, given: str | None, run: int, sample: int) -> int:
-        """Return the index of the record that is compared with `run`, which is the default; it has the sample too."""
-        other = parse_number("record", given, below=len(self.runs), default=run)
-        parse_number("sample", str(sample), below=self.runs[other].num_samples)
+    def _requested_second_run(self, given: str | None, run: RecordedRun, sample: int) -> RecordedRun:
+        """Return the run that is compared with `run`, which is the default; the run has the sample too."""
+        other = run if given is None else self.runs[parse_number("record", given, below=len(self.runs))]
+        parse_number("sample", str(sample), below=other.num_samples)
         return other
 
-    def _find_layer(self, run: int, sample: int, number: str) -> tuple[int, SampleRecord]:
+    def _find_layer(self, run: RecordedRun, sample: int, number: str) -> tuple[int, SampleRecord]:
         """Find a layer by its number: returns its index in the record, and its record of the sample."""
-        layers = self.runs[run].record.layers
+        layers = run.record.layers
         numbers = [layer.number for layer in layers]
         chosen = parse_number("layer", number, below=max(numbers) + 1)
         if chosen not in numbers:
@@ -329,29 +317,28 @@ class Viewer(WebSite):
             )
         return numbers.index(chosen), layers[numbers.index(chosen)].sample(sample)
 
-    def _requested_head(self, request: Request) -> tuple[int, int, int, int, SampleRecord]:
-        """Return the requested indices of run, sample, layer and head, and the layer's record of the sample."""
+    def _requested_head(self, request: Request) -> tuple[RecordedRun, int, int, int, SampleRecord]:
+        """Return the requested run, the indices of sample, layer and head, and the layer's record of the sample."""
         run, sample = self._requested_sample(request)
         layer, one = self._find_layer(run, sample, request.path_params["layer"])
         return run, sample, layer, parse_number("head", request.path_params["head"], below=one.num_heads), one
 
-    def _start_building_levels(self, run: int, sample: int) -> SampleMapLevels | None:
+    def _start_building_levels(self, run: RecordedRun, sample: int) -> SampleMapLevels | None:
         """Return a sample's levels and start building them; None if q and k were not kept."""
-        shown = self.runs[run]
-        if not shown.keeps_weights(sample):
+        if not run.keeps_weights(sample):
             return None
         pyramid = self.builder.queue_sample(
-            (run, sample), lambda: SampleMapLevels(shown.record, sample, shown.folder, self.memory_budget)
+            (run, sample), lambda: SampleMapLevels(run.record, sample, run.folder, self.memory_budget)
         )
         self.workers.announce_background_work()
         return pyramid
 
-    def _require_levels(self, run: int, sample: int) -> SampleMapLevels:
+    def _require_levels(self, run: RecordedRun, sample: int) -> SampleMapLevels:
         pyramid = self._start_building_levels(run, sample)
         assert pyramid is not None  # not None, because callers check that q and k were kept
         return pyramid
 
-    def _built_levels(self, run: int, sample: int, layer: int, heads: Sequence[int]) -> LayerMapLevels:
+    def _built_levels(self, run: RecordedRun, sample: int, layer: int, heads: Sequence[int]) -> LayerMapLevels:
         """Return the levels of a layer, in which those of `heads` are built.
 
         Raises:

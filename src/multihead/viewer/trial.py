@@ -219,12 +219,12 @@ class Trial:
             replay.store_block_outputs(),
         ):
             begun = perf_counter()
-            before = self.task.predict(self.loaded.model, batch)
+            before = self._predict(batch)
             seconds = perf_counter() - begun
         add_repeated(record, self.repeated_tokens)
         with self._run_until_cancelled(replay, is_cancelled):
             begun = perf_counter()
-            if replay.check_exactness(lambda: self.task.predict(self.loaded.model, batch), before):
+            if replay.check_exactness(lambda: self._predict(batch), before):
                 # runs from the middle and from the last block take about the mean time over all heads
                 seconds = perf_counter() - begun
         run = TextRun(self.loaded, text, rows, batch, record, before, replay, seconds)
@@ -286,7 +286,7 @@ class Trial:
                 self._scaled_heads(run, factors),
                 run.replay.start_at_block(block),
             ):
-                after = self.task.predict(self.loaded.model, run.batch)
+                after = self._predict(run.batch)
             run.newest_change = (factors, seen)
             distances = _distances_between_maps(run.record, seen, first, is_cancelled)
         far = [(layer, head, value) for layer, values in distances for head, value in enumerate(values)]
@@ -325,8 +325,7 @@ class Trial:
         copies = max(1, _MAX_SWEEP_BYTES // max(run.predictions_before.nbytes, 1))
 
         def measure(batch: BatchInputs, num_copies: int) -> Tensor:
-            predictions = self.task.predict(self.loaded.model, batch)
-            return self.task.measure_effects(run, predictions, num_copies, token)
+            return self.task.measure_effects(run, self._predict(batch), num_copies, token)
 
         found = sweep_layers(run.replay, run.batch, layers, measure, most_copies=copies)
         for done in range(1, len(layers) + 1):
@@ -381,6 +380,9 @@ class Trial:
         with torch.no_grad(), self._scaled_heads(run, factors):
             model.generate(**run.batch, do_sample=False, num_beams=1, max_new_tokens=most, streamer=streamer)
         return streamer.tokens
+
+    def _predict(self, batch: BatchInputs) -> Tensor:
+        return self.task.predict(self.loaded.model, batch)
 
     def _scaled_heads(self, run: TextRun, factors: HeadFactors) -> Any:
         """Return the context in which heads are changed, named by module, because a replay may leave blocks out."""
