@@ -67,6 +67,8 @@ QUERY, KEY = torch.arange(32.0).view(2, 1, 4, 4).sin(), torch.arange(40.0).view(
         lambda mask: mask.expand(2, 3, 4, 5),
         lambda mask: mask.to(torch.bool),
         lambda mask: mask.clone(),
+        lambda mask: mask.split(3, -1)[0],
+        lambda mask: (~mask).detach(),
         lambda mask: mask.expand(2, 3, 4, 5)[:, 1:].transpose(0, 1),
     ],
 )

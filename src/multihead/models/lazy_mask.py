@@ -7,6 +7,7 @@ both on some rows; an unknown mask function becomes a dense mask.
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
@@ -20,61 +21,17 @@ from multihead.masks.positions import TilePositions
 
 _KEYS_AXIS = 3
 _FULL_MASK = Full()
-# Tensor operations that turn a mask into a mask.
-_MASK_TO_MASK_OPS = frozenset(
-    (
-        "slice",
-        "select",
-        "index",
-        "index_select",
-        "gather",
-        "expand",
-        "view",
-        "_unsafe_view",
-        "unsqueeze",
-        "squeeze",
-        "permute",
-        "transpose",
-        "t",
-        "clone",
-        "repeat",
-        "cat",
-        "stack",
-        "constant_pad_nd",
-        "flip",
-        "roll",
-        "bitwise_not",
-        "bitwise_and",
-        "bitwise_or",
-        "logical_not",
-        "logical_and",
-        "logical_or",
-        "_to_copy",
-    )
+# names of tensor operations besides views whose result on masks is a mask
+_MASK_OPS = re.compile(
+    r"index(_select)?|gather|_unsafe_view|clone|repeat|cat|stack|constant_pad_nd|flip|roll|_to_copy"
+    r"|(bitwise|logical)_(not|and|or)"
 )
-# Tensor operations that select numbers by a mask, or read only its shape.
-_SELECTION_OPS = frozenset(
-    (
-        "where",
-        "masked_fill",
-        "masked_fill_",
-        "masked_select",
-        "index",
-        "index_put",
-        "index_put_",
-        "_index_put_impl_",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "nonzero",
-    )
+# names of tensor operations that select numbers by a mask, or read only its shape
+_SELECTION_OPS = re.compile(
+    r"where|masked_(fill_?|select)|index|_?index_put(_|_impl_)?|nonzero|\w*scaled_dot_product\w*"
+    r"|((zeros|ones|empty|full)_like|new_(zeros|ones|empty|full))"
 )
-# Sums, which are rejected between two masks too: adding Boolean masks would show the keys that either mask shows.
+# Sums are rejected between two masks too: a sum of Boolean masks would show the keys that either mask shows.
 _SUM_OPS = frozenset(["add", "add_", "sub", "sub_", "rsub"])
 
 
@@ -94,17 +51,17 @@ class BooleanMask(Tensor):
     hide nothing if a model added them to scores.
     """
 
-    _cells: Tensor
+    _dense: Tensor
     # `__torch_dispatch__` handles every operation; `__torch_function__` would only make attribute access slow.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
 
     @staticmethod
-    def of(cells: Tensor) -> BooleanMask:
+    def wrap(dense: Tensor) -> BooleanMask:
         """Wrap a plain Boolean tensor as a mask."""
         made: BooleanMask = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way
-            BooleanMask, cells.size(), strides=cells.stride(), dtype=torch.bool, device=cells.device
+            BooleanMask, dense.size(), strides=dense.stride(), dtype=torch.bool, device=dense.device
         )
-        made._cells = cells
+        made._dense = dense
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -112,7 +69,7 @@ class BooleanMask(Tensor):
 
     def as_bool_tensor(self) -> Tensor:
         """Return the mask as a plain tensor."""
-        return self._cells
+        return self._dense
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -127,8 +84,8 @@ class BooleanMask(Tensor):
         name = getattr(function, "__name__", "").split(".")[0]
         args, kwargs = pytree.tree_map_only(BooleanMask, lambda mask: mask.as_bool_tensor(), (args, kwargs or {}))
         found: Any = None if name in _SUM_OPS else function(*args, **kwargs)
-        if name in _SELECTION_OPS or "scaled_dot_product" in name:
-            return found if name != "index" or found.dtype != torch.bool else BooleanMask.of(found)
+        if _SELECTION_OPS.fullmatch(name):
+            return found if name != "index" or found.dtype != torch.bool else BooleanMask.wrap(found)
         results = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
         if name in _SUM_OPS or any(each.dtype != torch.bool for each in results):
             raise ModelError(
@@ -136,7 +93,8 @@ class BooleanMask(Tensor):
                 "True = visible, not a number added to the scores.",
                 "Use mask.where(0.0, -inf), scores.masked_fill(~mask, -inf), or attn_implementation='eager'.",
             )
-        return pytree.tree_map_only(Tensor, BooleanMask.of, found) if name in _MASK_TO_MASK_OPS else found
+        is_mask = function.is_view or _MASK_OPS.fullmatch(name)
+        return pytree.tree_map_only(Tensor, BooleanMask.wrap, found) if is_mask else found
 
 
 class LazyMask(BooleanMask):
