@@ -20,12 +20,11 @@ decoder is causal and pads on the right.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,33 +35,18 @@ from multihead.layer.packing import Packing
 from multihead.masks import Causal, Documents, Full, Mask, Window
 from multihead.models.huggingface import IMPLEMENTATION_NAME, install
 from multihead.models.lazy_mask import LazyMask
-from multihead.models.pretrained import is_submodule_of, pretrained_models
+from multihead.models.pretrained import (
+    first_layer_type_mask,
+    is_submodule_of,
+    pretrained_models,
+    signature_without_self,
+)
 from multihead.scores.bias import RelativeBias, offsets
 from multihead.scores.position_biases import distance_buckets
 from multihead.tensors.tracing import is_traced
 from multihead.tensors.undo import Undo
 
 _PER_TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")  # (batch, tokens, ...)
-
-
-@dataclass(frozen=True)
-class PackedFamily:
-    """Settings for running models of one class of transformers on a packed row of tokens.
-
-    Attributes:
-        name: name of the family in the documentation and in errors.
-        masks_of_config: function: configuration of a model -> mask within one sample, or a dict: layer type -> mask.
-        default_positions: function that returns the default position ids of a padded batch, (batch or 1, length); None
-            for models without them.
-        pooler_input: name of the submodule whose output the model's pooler reads as a padded batch; "" for none.
-        relative_bias_module: name of the submodule that computes a relative position bias; "" for none.
-    """
-
-    name: str
-    masks_of_config: Callable[[Any], Mask | dict[str, Mask]]
-    default_positions: Callable[[Any, dict[str, Any], Tensor], Tensor] | None
-    pooler_input: str = ""
-    relative_bias_module: str = ""
 
 
 def _columns_in_padded_row(_: Any, __: dict[str, Any], real: Tensor) -> Tensor:
@@ -78,45 +62,50 @@ def _roberta_positions(model: Any, inputs: dict[str, Any], real: Tensor) -> Tens
     return embeddings.create_position_ids_from_input_ids(ids, embeddings.padding_idx)  # type: ignore[no-any-return]
 
 
-def _full_mask(_: Any) -> Mask:
-    return Full()
+@dataclass(frozen=True)
+class PackedFamily:
+    """Settings for running models of one class of transformers on a packed row of tokens.
+
+    Attributes:
+        name: name of the family in the documentation and in errors.
+        default_positions: function that returns the default position ids of a padded batch, (batch or 1, length); None
+            for models without them.
+        pooler_input: name of the submodule whose output the model's pooler reads as a padded batch; "" for none.
+        relative_bias_module: name of the submodule that computes a relative position bias; "" for none.
+        is_decoder: whether attention is causal, unless `is_causal` of a model's configuration is False.
+        attention_types: types of attention, in transformers' words, that the model's layers may have.
+    """
+
+    name: str
+    default_positions: Callable[[Any, dict[str, Any], Tensor], Tensor] | None = _columns_in_padded_row
+    pooler_input: str = ""
+    relative_bias_module: str = ""
+    is_decoder: bool = False
+    attention_types: tuple[str, ...] = ("full_attention",)
+
+    def sample_masks(self, config: Any) -> dict[str, Mask]:
+        """Return the mask within one sample for each type of attention: type -> mask."""
+        causal = self.is_decoder and getattr(config, "is_causal", True)
+        masks: dict[str, Mask] = {"full_attention": Causal() if causal else Full()}
+        width = config.sliding_window if "sliding_attention" in self.attention_types else None
+        if width is not None:  # in a causal window the query is one of the `width` keys; else they are on each side
+            masks["sliding_attention"] = Window(width) if causal else Window(width + 1, after=width)
+        return {name: masks.get(name, masks["full_attention"]) for name in self.attention_types}
 
 
-def _causal_mask(config: Any) -> Mask:
-    return Causal() if getattr(config, "is_causal", True) else Full()
-
-
-def _two_sided_window(config: Any) -> Mask:
-    width = config.sliding_window  # number of visible keys on each side of a query
-    return Window(width + 1, after=width)
-
-
-def _causal_window(config: Any) -> Mask:
-    if config.sliding_window is None:
-        return _causal_mask(config)
-    return Window(config.sliding_window) if getattr(config, "is_causal", True) else _two_sided_window(config)
-
-
-def _causal_masks_by_layer(config: Any) -> dict[str, Mask]:
-    return {"full_attention": _causal_mask(config), "sliding_attention": _causal_window(config)}
-
-
-def _masks_by_attention_type(config: Any) -> dict[str, Mask]:
-    return {"full_attention": Full(), "sliding_attention": _two_sided_window(config)}
-
-
+_BY_LAYER_TYPE = ("full_attention", "sliding_attention")
 PACKED_FAMILIES = {
-    "BertModel": PackedFamily("BERT", _full_mask, _columns_in_padded_row, pooler_input="encoder"),
-    "RobertaModel": PackedFamily("RoBERTa", _full_mask, _roberta_positions, pooler_input="encoder"),
-    "XLMRobertaModel": PackedFamily("XLM-RoBERTa", _full_mask, _roberta_positions, pooler_input="encoder"),
-    "DistilBertModel": PackedFamily("DistilBERT", _full_mask, _columns_in_padded_row),
-    "ElectraModel": PackedFamily("ELECTRA", _full_mask, _columns_in_padded_row),
-    "ModernBertModel": PackedFamily("ModernBERT", _masks_by_attention_type, _columns_in_padded_row),
-    "LlamaModel": PackedFamily("Llama", _causal_mask, _columns_in_padded_row),
-    "MistralModel": PackedFamily("Mistral", _causal_window, _columns_in_padded_row),
-    "Qwen2Model": PackedFamily("Qwen2", _causal_masks_by_layer, _columns_in_padded_row),
-    "Qwen3Model": PackedFamily("Qwen3", _causal_masks_by_layer, _columns_in_padded_row),
-    "T5Stack": PackedFamily("T5", _full_mask, None, relative_bias_module="block.0"),
+    "BertModel": PackedFamily("BERT", pooler_input="encoder"),
+    "RobertaModel": PackedFamily("RoBERTa", _roberta_positions, pooler_input="encoder"),
+    "XLMRobertaModel": PackedFamily("XLM-RoBERTa", _roberta_positions, pooler_input="encoder"),
+    "DistilBertModel": PackedFamily("DistilBERT"),
+    "ElectraModel": PackedFamily("ELECTRA"),
+    "ModernBertModel": PackedFamily("ModernBERT", attention_types=_BY_LAYER_TYPE),
+    "LlamaModel": PackedFamily("Llama", is_decoder=True),
+    "MistralModel": PackedFamily("Mistral", is_decoder=True, attention_types=("sliding_attention",)),
+    "Qwen2Model": PackedFamily("Qwen2", is_decoder=True, attention_types=_BY_LAYER_TYPE),
+    "Qwen3Model": PackedFamily("Qwen3", is_decoder=True, attention_types=_BY_LAYER_TYPE),
+    "T5Stack": PackedFamily("T5", None, relative_bias_module="block.0"),
 }
 """Name of the transformers class that has the layers -> how its models are packed."""
 
@@ -161,8 +150,7 @@ def leave_out_padding(model: nn.Module) -> Undo:
 
 
 def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, PackedFamily]], undo: Undo) -> None:
-    used = install(model)
-    undo.add_step(used.close)
+    undo.add_step(install(model).close)
     for module, family in stacks:
         undo.hook_before_forward(module, partial(_pack_inputs, family), with_kwargs=True)
         read = [module.get_submodule(family.pooler_input)] if family.pooler_input else []
@@ -209,19 +197,13 @@ def _family_of_class(kind: type[nn.Module]) -> PackedFamily | None:
     return None
 
 
-@cache
-def _forward_parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the parameters of a class's forward, without self."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
-
-
 def _pack_inputs(
     family: PackedFamily, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of a model that packs its inputs; None leaves the inputs unchanged."""
     if is_traced():
         return None  # the number of tokens is unknown in a compiled graph
-    inputs = {**dict(zip(_forward_parameter_names(type(model)), args, strict=False)), **kwargs}  # type: ignore[arg-type] # a class is hashable
+    inputs = dict(zip(signature_without_self(type(model).forward).parameters, args, strict=False)) | kwargs
     real = _non_padding_tokens(inputs)
     if real is None or not _can_pack(model, inputs):
         return None
@@ -230,8 +212,8 @@ def _pack_inputs(
     tokens, (batch, length) = sum(counts), real.shape
     if tokens in (0, real.numel()):
         return None
-    masks = family.masks_of_config(model.config)
-    windows = any(mask.lookback is not None for mask in (masks.values() if isinstance(masks, dict) else (masks,)))
+    masks = family.sample_masks(model.config)
+    windows = any(mask.lookback is not None for mask in masks.values())
     if (windows and _fills_cache(model, inputs)) or (
         (windows or family.relative_bias_module) and _has_inner_padding(real, tokens)
     ):
@@ -243,12 +225,8 @@ def _pack_inputs(
         if isinstance(value := inputs.get(name), Tensor):
             inputs[name] = packing.pack(value.expand(batch, *value.shape[1:]))
     documents = Documents(counts)
-    if isinstance(masks, dict):
-        inputs["attention_mask"] = {
-            name: _mask_of_packed_row(mask & documents, packing) for name, mask in masks.items()
-        }
-    else:
-        inputs["attention_mask"] = _mask_of_packed_row(masks & documents, packing)
+    rows = {name: _mask_of_packed_row(mask & documents, packing) for name, mask in masks.items()}
+    inputs["attention_mask"] = rows if len(rows) > 1 else rows[family.attention_types[0]]
     return (), inputs
 
 
@@ -313,18 +291,10 @@ def _mask_of_packed_row(mask: Mask, packing: Packing) -> _PackedRowMask:
     return made
 
 
-def _packing_in_arguments(kwargs: dict[str, Any]) -> Packing | None:
-    """Return the packing of the `attention_mask` in a call's arguments, or None if the call is not packed."""
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, dict):
-        mask = next(iter(mask.values()), None)
-    return mask.packing if isinstance(mask, _PackedRowMask) else None
-
-
 def _unpack_outputs(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of a model or submodule that restores the padded batch in its outputs."""
-    packing = _packing_in_arguments(kwargs)
-    return output if packing is None else _unpack_tensors(output, packing)
+    mask = first_layer_type_mask(kwargs.get("attention_mask"))
+    return _unpack_tensors(output, mask.packing) if isinstance(mask, _PackedRowMask) else output
 
 
 def _unpack_tensors(output: Any, packing: Packing) -> Any:

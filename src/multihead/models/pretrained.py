@@ -235,17 +235,23 @@ def track_inputs(model: nn.Module) -> Iterator[InputTracker]:
 
 
 def _forward_signature(module: nn.Module) -> inspect.Signature:
-    """Return the signature of a module's forward, without self; cached per class, because inspecting takes 0.1 ms."""
+    """Return the signature of a module's forward, without self."""
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__func__ is type(module).forward:
-        return _signature_of_method(forward.__func__)
+        return signature_without_self(forward.__func__)
     return inspect.signature(forward)  # the instance overrides forward
 
 
 @lru_cache(maxsize=256)
-def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
+def signature_without_self(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a method without its first parameter, self; cached, because inspecting takes 0.1 ms."""
     signature = inspect.signature(function)
-    return signature.replace(parameters=tuple(signature.parameters.values())[1:])  # without self
+    return signature.replace(parameters=tuple(signature.parameters.values())[1:])
+
+
+def first_layer_type_mask(mask: Any) -> Any:
+    """Return the `attention_mask` of a call, or the first of its masks if it is a dict: layer type -> mask."""
+    return next(iter(mask.values()), None) if isinstance(mask, dict) else mask
 
 
 def _read_token_inputs(model: _TrackedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenInputs:
@@ -253,9 +259,7 @@ def _read_token_inputs(model: _TrackedModel, args: tuple[Any, ...], kwargs: dict
         bound = model.signature.bind_partial(*args, **kwargs).arguments
     except TypeError:
         return TokenInputs()  # wrong arguments: the model itself will raise an error
-    ids, mask = bound.get("input_ids"), bound.get("attention_mask")
-    if isinstance(mask, dict):
-        mask = next(iter(mask.values()), None)
+    ids, mask = bound.get("input_ids"), first_layer_type_mask(bound.get("attention_mask"))
     if isinstance(mask, LazyMask):
         mask = mask.padding
     tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
