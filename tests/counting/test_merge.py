@@ -11,6 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import multihead as mh
+from multihead.counting.heads_table import (
+    CHANCE_COLUMNS,
+    add_missing_columns,
+    heads_schema,
+    read_metadata,
+    table_to_parquet,
+)
 from multihead.counting.merge import (
     HEADS_FILE,
     SHARDS_FILE,
@@ -20,7 +27,6 @@ from multihead.counting.merge import (
     read_merged_tables,
 )
 from multihead.counting.plan import read_plan
-from multihead.counting.shard import CHANCE_COLUMNS, add_missing_columns, heads_schema, read_metadata, table_to_parquet
 
 
 def one_row(

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import multihead as mh
+from multihead.counting.heads_table import CHANCE_COLUMNS, read_metadata, table_to_parquet
 from multihead.counting.merge import HEADS_FILE
-from multihead.counting.shard import CHANCE_COLUMNS, read_metadata, table_to_parquet
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.models.loading import load
 from tests.counting.tiny import jsonl, random_texts

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from multihead.counting import shard
+from multihead.counting.heads_table import heads_schema, read_metadata, table_to_parquet
 from multihead.counting.plan import read_plan
-from multihead.counting.shard import ShardCounter, heads_schema, read_metadata, table_to_parquet
+from multihead.counting.shard import ShardCounter
 from multihead.counting.work import set_torch_threads
 from multihead.models.loading import load
 

@@ -66,10 +66,12 @@ def test_moments_and_extremes_are_those_of_all_values(
     sums, values, taken = counted
     for row in range(2 * HEADS):
         of_row = values[row][taken[row]].double()
-        assert sums.count[row] == len(of_row)
-        assert float(sums.mean[row]) == pytest.approx(float(of_row.mean()), abs=1e-12)
-        assert float(sums.squares[row]) == pytest.approx(float((of_row - of_row.mean()).square().sum()), abs=1e-11)
-        assert (sums.minimum[row], sums.maximum[row]) == (of_row.min(), of_row.max())
+        assert sums.row_sums.num_queries[row] == len(of_row)
+        assert float(sums.row_sums.mean[row]) == pytest.approx(float(of_row.mean()), abs=1e-12)
+        assert float(sums.row_sums.squares[row]) == pytest.approx(
+            float((of_row - of_row.mean()).square().sum()), abs=1e-11
+        )
+        assert (sums.row_sums.minimum[row], sums.row_sums.maximum[row]) == (of_row.min(), of_row.max())
 
 
 def test_each_bin_holds_the_values_within_one_percent_of_its_own(
@@ -101,8 +103,9 @@ def test_infinite_and_missing_numbers_are_counted_and_are_in_no_sum() -> None:
     sums, batch = sums_of(1, 2), batch_of([0], [4])
     values = torch.tensor([[[1.0, torch.nan, torch.inf, 3.0]]])
     add(sums, batch, values)
-    assert (sums.count.tolist(), sums.nonfinite.tolist(), sums.mean.tolist()) == ([2], [2], [2.0])
-    assert (sums.maximum.tolist(), sums.strongest.largest_value.tolist()) == ([3.0], [[3.0, -torch.inf]])
+    found = sums.row_sums
+    assert (found.num_queries.tolist(), found.num_nonfinite.tolist(), found.mean.tolist()) == ([2], [2], [2.0])
+    assert (found.maximum.tolist(), sums.strongest.largest_value.tolist()) == ([3.0], [[3.0, -torch.inf]])
 
 
 @pytest.mark.parametrize("heads", [1, HEADS], ids=["one mask", "a mask per head"])
@@ -126,14 +129,16 @@ def test_chance_is_the_mean_over_the_queries_that_count_and_its_error_that_over_
             whole.append(level[head][taken])
             if bool(taken.any()):
                 means.append((values[head] - level[head])[taken].mean())
-        assert float(sums.chance[head]) == pytest.approx(float(torch.cat(whole).mean()), abs=1e-12)
+        assert float(sums.row_sums.chance[head]) == pytest.approx(float(torch.cat(whole).mean()), abs=1e-12)
         excess = torch.stack(means)
-        assert sums.texts[head] == len(excess) > 2
-        assert float(sums.excess[head]) == pytest.approx(float(excess.mean()), abs=1e-12)
-        assert float(sums.excess_squares[head]) == pytest.approx(float(excess.var() * (len(excess) - 1)), abs=1e-12)
+        assert sums.row_sums.num_texts[head] == len(excess) > 2
+        assert float(sums.row_sums.excess[head]) == pytest.approx(float(excess.mean()), abs=1e-12)
+        assert float(sums.row_sums.excess_squares[head]) == pytest.approx(
+            float(excess.var() * (len(excess) - 1)), abs=1e-12
+        )
     unknown = slice(HEADS, None)
-    assert bool(sums.chance[unknown].isnan().all() and sums.excess[unknown].isnan().all())
-    assert bool(sums.mean[unknown].isfinite().all())
+    assert bool(sums.row_sums.chance[unknown].isnan().all() and sums.row_sums.excess[unknown].isnan().all())
+    assert bool(sums.row_sums.mean[unknown].isfinite().all())
 
 
 class TestStrongest:

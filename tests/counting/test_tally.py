@@ -80,8 +80,8 @@ def test_sums_of_a_batch_are_those_of_its_texts_observed_alone(name: str) -> Non
             for head in range(found.num_heads):
                 alone = torch.cat([each.values[head][each.counted[head]] for each in values])
                 row = at * found.num_heads + head
-                assert found.count[row] == len(alone), statistic
-                total = float(found.mean[row] * found.count[row])
+                assert found.row_sums.num_queries[row] == len(alone), statistic
+                total = float(found.row_sums.mean[row] * found.row_sums.num_queries[row])
                 assert total == pytest.approx(float(alone.sum()), abs=1e-9), statistic
 
 
@@ -98,11 +98,13 @@ def test_chance_and_the_error_of_a_difference_from_it_are_those_of_a_record_of_t
             rows = slice(at * found.num_heads, (at + 1) * found.num_heads)
             if statistic not in profile.evidence:
                 assert statistic in ("contribution", "largest_score")  # what is no matter of where a query looks
-                assert bool(found.chance[rows].isnan().all())
+                assert bool(found.row_sums.chance[rows].isnan().all())
                 continue
             expected = profile.evidence[statistic]
-            torch.testing.assert_close(found.chance[rows], expected.chance, rtol=1e-11, atol=1e-13, msg=statistic)
-            error = error_of_mean(found.texts[rows], found.excess_squares[rows])
+            torch.testing.assert_close(
+                found.row_sums.chance[rows], expected.chance, rtol=1e-11, atol=1e-13, msg=statistic
+            )
+            error = error_of_mean(found.row_sums.num_texts[rows], found.row_sums.excess_squares[rows])
             torch.testing.assert_close(error, expected.standard_error, rtol=1e-9, atol=1e-12, msg=statistic)
 
 
@@ -110,7 +112,9 @@ def test_chance_in_single_precision_agrees_with_double() -> None:
     model, batch = bert(), texts_of()
     single, double = tallied(model, batch), tallied(model.double(), batch)
     for number, layer in single.layers.items():
-        torch.testing.assert_close(layer.chance, double.layers[number].chance, rtol=1e-5, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(
+            layer.row_sums.chance, double.layers[number].row_sums.chance, rtol=1e-5, atol=1e-6, equal_nan=True
+        )
 
 
 def test_chance_is_measured_once_for_layers_whose_queries_see_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +150,7 @@ def test_the_native_kernel_and_tiles_agree_on_packed_rows() -> None:
     model, batch = bert(), texts_of()
     single, double = tallied(model, batch), tallied(model.double(), batch)
     for number, layer in single.layers.items():
-        assert torch.allclose(layer.mean, double.layers[number].mean, atol=1e-5, rtol=1e-4)
+        assert torch.allclose(layer.row_sums.mean, double.layers[number].row_sums.mean, atol=1e-5, rtol=1e-4)
 
 
 def test_the_key_of_an_example_is_a_position_of_its_own_text() -> None:

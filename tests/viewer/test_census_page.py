@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import multihead as mh
-from multihead.counting.shard import CHANCE_COLUMNS, add_missing_columns
+from multihead.counting.heads_table import CHANCE_COLUMNS, add_missing_columns
 from multihead.errors import ArgumentError
 from multihead.viewer import write_census_page
 from multihead.viewer.census_page import BARS_PER_HISTOGRAM

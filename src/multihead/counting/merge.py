@@ -15,23 +15,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from multihead.counting.plan import Plan
-from multihead.counting.shard import (
-    CHANCE_COLUMNS,
+from multihead.counting.heads_table import (
     add_missing_columns,
+    build_heads_table,
     group_values_by_row,
     heads_schema,
     read_metadata,
+    sums_of_table,
     table_to_parquet,
 )
-from multihead.counting.sums import merge_moments
+from multihead.counting.plan import Plan
+from multihead.counting.sums import StatisticSums
 from multihead.files import write_atomically
 
 HEADS_FILE = "heads.parquet"
 SHARDS_FILE = "shards.parquet"
 
 IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(eq=False)
@@ -43,22 +43,14 @@ class MergedSums:
         row_of_head: (number of a layer, statistic, head) -> index of its row.
         names: number of a layer -> its name.
         shards: the metadata of each shard's file: how many rows, texts and tokens were read.
+        sums: the sums of each row; the chance is NaN if it is unknown in a shard.
     """
 
     examples: int
     row_of_head: dict[tuple[int, str, int], int] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     shards: list[dict[str, Any]] = field(default_factory=list)
-    count: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    nonfinite: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    mean: FloatArray = field(default_factory=lambda: np.zeros(0))
-    squares: FloatArray = field(default_factory=lambda: np.zeros(0))
-    chance: FloatArray = field(default_factory=lambda: np.zeros(0))  # NaN if the chance is unknown in a shard
-    texts: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    excess: FloatArray = field(default_factory=lambda: np.zeros(0))
-    excess_squares: FloatArray = field(default_factory=lambda: np.zeros(0))
-    minimum: FloatArray = field(default_factory=lambda: np.zeros(0))
-    maximum: FloatArray = field(default_factory=lambda: np.zeros(0))
+    sums: StatisticSums = field(default_factory=lambda: StatisticSums.empty(0))
     # tables with columns row, value and count: the histogram bins that are not empty
     _bins: list[Any] = field(default_factory=list)
     _examples: Any = None  # the examples of all rows; `_row_of_example` has their rows
@@ -74,40 +66,17 @@ class MergedSums:
         )  # (layer, statistic, head) of each row
         rows = np.array([self.row_of_head.setdefault(key, len(self.row_of_head)) for key in keys])
         self.names.update(zip((key[0] for key in keys), table["name"].to_pylist(), strict=True))
-        self._reserve_rows(len(self.row_of_head))
-        self._add_moments(table, rows)
+        self._add_sums(sums_of_table(table), rows)
         self._add_bins(table, rows)
         self._add_examples(table, rows)
 
-    def _reserve_rows(self, rows: int) -> None:
-        more = rows - len(self.count)
-        if more:
-            for name in ("count", "nonfinite", "mean", "squares", *CHANCE_COLUMNS):
-                before = getattr(self, name)
-                setattr(self, name, np.append(before, np.zeros(more, before.dtype)))
-            self.minimum = np.append(self.minimum, np.full(more, np.inf))
-            self.maximum = np.append(self.maximum, np.full(more, -np.inf))
-
-    def _add_moments(self, table: Any, rows: IntArray) -> None:
-        count, mean, squares = (table[name].to_numpy() for name in ("count", "mean", "squares"))
-        texts = table["texts"].fill_null(0).to_numpy()
-        chance, excess, excess_squares = (  # null is read as NaN, and as 0 where no query counts
-            np.where(count == 0, 0, table[name].to_numpy()) for name in ("chance", "excess", "excess_squares")
-        )
-        before = self.count[rows]
-        found = _merge_moment_columns((before, self.mean[rows], self.squares[rows]), (count, mean, squares))
-        self.count[rows], self.mean[rows], self.squares[rows] = found
-        nothing = np.zeros(len(rows))
-        _, self.chance[rows], _ = _merge_moment_columns((before, self.chance[rows], nothing), (count, chance, nothing))
-        of_texts = self.texts[rows], self.excess[rows], self.excess_squares[rows]
-        found = _merge_moment_columns(of_texts, (texts, excess, excess_squares))
-        self.texts[rows], self.excess[rows], self.excess_squares[rows] = found
-        self.nonfinite[rows] += table["nonfinite"].to_numpy()
-        least, most = (
-            table[name].fill_null(fill).to_numpy() for name, fill in (("minimum", np.inf), ("maximum", -np.inf))
-        )
-        self.minimum[rows] = np.minimum(self.minimum[rows], least)
-        self.maximum[rows] = np.maximum(self.maximum[rows], most)
+    def _add_sums(self, sums: StatisticSums, rows: IntArray) -> None:
+        """Merge sums into the rows with the indices `rows`, of which some may be new."""
+        new = StatisticSums.empty(len(self.row_of_head) - len(self.sums.num_queries))
+        self.sums = StatisticSums(*map(torch.cat, zip(self.sums, new, strict=True)))
+        merged = StatisticSums(*(column[rows] for column in self.sums)).merge(sums)
+        for column, values in zip(self.sums, merged, strict=True):
+            column[rows] = values
 
     def _add_bins(self, table: Any, rows: IntArray) -> None:
         import pyarrow as pa
@@ -150,40 +119,19 @@ class MergedSums:
 
     def heads_table(self) -> Any:
         """Return the table of heads, sorted by layer, statistic (in the order of the probes) and head."""
-        import pyarrow as pa
-
-        rows = sorted(self.row_of_head, key=lambda key: (key[0], self.row_of_head[key]))
-        order = np.array([self.row_of_head[key] for key in rows], np.int64)
-        none = self.count[order] == 0
-        columns: dict[str, Any] = {
-            "layer": [key[0] for key in rows],
-            "name": [self.names[key[0]] for key in rows],
-            "head": [key[2] for key in rows],
-            "statistic": [key[1] for key in rows],
-        }
-        for name in ("count", "nonfinite", "mean", "squares"):
-            columns[name] = getattr(self, name)[order]
-        for name in CHANCE_COLUMNS:
-            columns[name] = pa.array(getattr(self, name)[order], mask=none | np.isnan(self.excess[order]))
-        for name in ("minimum", "maximum"):
-            columns[name] = pa.array(getattr(self, name)[order], mask=none)
-        if not self._bins:
-            return pa.Table.from_pydict({name: [] for name in heads_schema().names}, schema=heads_schema())
+        if not self.row_of_head:
+            return heads_schema().empty_table()
+        keys = sorted(self.row_of_head, key=lambda key: (key[0], self.row_of_head[key]))
+        order = np.array([self.row_of_head[key] for key in keys])
         self._add_up_equal_bins()
         bins = self._bins[0].sort_by([("row", "ascending"), ("value", "ascending")])
-        columns["bin_value"] = group_values_by_row(bins["row"].to_numpy(), bins["value"].combine_chunks(), order)
-        columns["bin_count"] = group_values_by_row(bins["row"].to_numpy(), bins["count"].combine_chunks(), order)
-        columns["examples"] = group_values_by_row(self._row_of_example, self._examples, order)
-        return pa.Table.from_pydict(columns, schema=heads_schema())
-
-
-def _merge_moment_columns(
-    one: tuple[IntArray, FloatArray, FloatArray], other: tuple[IntArray, FloatArray, FloatArray]
-) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Merge the counts, means and sums of squares of two tables, row by row; see `merge_moments`."""
-    first, second = ([torch.tensor(column) for column in each] for each in (one, other))
-    count, mean, squares = merge_moments((first[0], first[1], first[2]), (second[0], second[1], second[2]))
-    return count.numpy(), mean.numpy(), squares.numpy()
+        return build_heads_table(
+            [(layer, self.names[layer], statistic, head) for layer, statistic, head in keys],
+            order,
+            self.sums,
+            (bins["row"].to_numpy(), bins["value"].combine_chunks(), bins["count"].combine_chunks()),
+            group_values_by_row(self._row_of_example, self._examples, order),
+        )
 
 
 def read_shard(folder: Path, plan: Plan, index: int) -> Any:

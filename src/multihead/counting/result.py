@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from multihead.counting.formats import rows_of_shard
+from multihead.counting.heads_table import CHANCE_COLUMNS
 from multihead.counting.merge import (
     MergedTables,
     merge_shards,
@@ -24,7 +25,6 @@ from multihead.counting.merge import (
     write_merged_tables,
 )
 from multihead.counting.plan import Plan, read_plan
-from multihead.counting.shard import CHANCE_COLUMNS
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
@@ -278,12 +278,11 @@ class Census:
     @cached_property
     def numbers(self) -> dict[str, NDArray[np.float64]]:
         """Column of the table of heads -> (rows,) float64; 0 where no query counted, NaN where chance is unknown."""
-        names = ("count", "mean", "squares", "minimum", "maximum")
-        found = {name: self.heads[name].fill_null(0).to_numpy().astype(np.float64) for name in names}
-        for name in CHANCE_COLUMNS:
-            column = self.heads[name].to_numpy().astype(np.float64)  # a null in the table becomes NaN
-            found[name] = np.where(found["count"] == 0, 0.0, column)
-        return found
+        has_no_query = self.heads["count"].to_numpy() == 0
+        return {  # a null in the table becomes NaN
+            name: np.where(has_no_query, 0.0, self.heads[name].to_numpy().astype(np.float64))
+            for name in ("count", "mean", "squares", "minimum", "maximum", *CHANCE_COLUMNS)
+        }
 
     @property
     def all_kinds(self) -> tuple[Kind, ...]:

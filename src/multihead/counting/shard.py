@@ -9,8 +9,6 @@ batches of 2,048 tokens, enough to put texts of similar length into each batch.
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -23,6 +21,7 @@ from numpy.typing import NDArray
 
 from multihead.counting.batches import TextBatch, batches_by_length
 from multihead.counting.formats import Row, rows_of_shard
+from multihead.counting.heads_table import build_heads_table, heads_schema, table_to_parquet
 from multihead.counting.plan import Plan
 from multihead.counting.sums import TOKENS_AFTER, TOKENS_BEFORE, LayerSums
 from multihead.counting.tally import CensusTally, replace_attention
@@ -31,14 +30,8 @@ from multihead.models.loading import LoadedModel, silence_transformers, tokenize
 from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.probe import Probe
 
-METADATA_KEY = b"multihead"
-"""Key in the metadata of a parquet file under which the counts of the shard or census are stored as JSON."""
-
 MAX_NAMED_ROWS = 20
 """Largest number of broken rows of a shard that are described in its problems; all broken rows are counted."""
-
-CHANCE_COLUMNS = "chance", "texts", "excess", "excess_squares"
-"""Columns about chance levels, null where no query counts or the chance level is unknown; missing in old files."""
 
 MAX_CHARACTERS_PER_GROUP = 1 << 22
 """Number of characters in a group of texts, which is in memory at once and runs before the next group is read."""
@@ -242,57 +235,6 @@ def _strip_token(piece: str) -> str:
     return piece.strip() or piece
 
 
-def heads_schema() -> Any:
-    """Return the pyarrow schema of a table of heads."""
-    import pyarrow as pa
-
-    example = pa.struct(
-        [
-            ("value", pa.float64()),
-            ("shard", pa.int32()),
-            ("text", pa.int64()),
-            ("position", pa.int32()),
-            ("token", pa.string()),
-            ("key", pa.int32()),
-            ("key_token", pa.string()),
-            ("start", pa.int32()),
-            ("tokens", pa.list_(pa.string())),
-            ("values", pa.list_(pa.float32())),
-        ]
-    )
-    return pa.schema(
-        [
-            ("layer", pa.int32()),
-            ("name", pa.string()),
-            ("head", pa.int32()),
-            ("statistic", pa.string()),
-            ("count", pa.int64()),
-            ("nonfinite", pa.int64()),
-            ("mean", pa.float64()),
-            ("squares", pa.float64()),
-            ("chance", pa.float64()),
-            ("texts", pa.int64()),
-            ("excess", pa.float64()),
-            ("excess_squares", pa.float64()),
-            ("minimum", pa.float64()),
-            ("maximum", pa.float64()),
-            ("bin_value", pa.list_(pa.float64())),
-            ("bin_count", pa.list_(pa.int64())),
-            ("examples", pa.list_(example)),
-        ]
-    )
-
-
-def add_missing_columns(table: Any) -> Any:
-    """Add the columns that a table of heads of an earlier version lacks, filled with null."""
-    import pyarrow as pa
-
-    for at, column in enumerate(heads_schema()):
-        if column.name not in table.column_names:
-            table = table.add_column(at, column, pa.nulls(len(table), column.type))
-    return table
-
-
 def _shard_as_parquet(
     layers: dict[int, LayerSums], examples: _ShardExamples, counts: ShardCounts, plan: Plan, index: int
 ) -> bytes:
@@ -301,58 +243,10 @@ def _shard_as_parquet(
 
     tables = [heads_schema().empty_table()]
     for number, layer in sorted(layers.items()):
-        rows = len(layer.count)
-        none = (layer.count == 0).numpy()
-        row_of_bin, *bins = layer.filled_bins()
-        columns = {
-            "layer": [number] * rows,
-            "name": [layer.name] * rows,
-            "head": [head for _ in layer.statistics for head in range(layer.num_heads)],
-            "statistic": [name for name in layer.statistics for _ in range(layer.num_heads)],
-            "count": layer.count.numpy(),
-            "nonfinite": layer.nonfinite.numpy(),
-            "mean": layer.mean.numpy(),
-            "squares": layer.squares.numpy(),
-            **{
-                name: pa.array(getattr(layer, name).numpy(), mask=none | layer.excess.isnan().numpy())
-                for name in CHANCE_COLUMNS
-            },
-            "minimum": pa.array(layer.minimum.numpy(), mask=none),
-            "maximum": pa.array(layer.maximum.numpy(), mask=none),
-            **{
-                name: group_values_by_row(row_of_bin, pa.array(values), np.arange(rows))
-                for name, values in zip(("bin_value", "bin_count"), bins, strict=True)
-            },
-            "examples": examples.examples_of_layer(layer),
-        }
-        tables.append(pa.Table.from_pydict(columns, schema=heads_schema()))
+        rows = [(number, layer.name, name, head) for name in layer.statistics for head in range(layer.num_heads)]
+        row_of_bin, value, count = layer.filled_bins()
+        bins = row_of_bin, pa.array(value), pa.array(count)
+        found = examples.examples_of_layer(layer)
+        tables.append(build_heads_table(rows, np.arange(len(rows)), layer.row_sums, bins, found))
     table = pa.concat_tables(tables).combine_chunks()
     return table_to_parquet(table, {"plan": plan.id, "shard": index, **asdict(counts)})
-
-
-def group_values_by_row(row: NDArray[np.int64], values: Any, order: NDArray[np.int64]) -> Any:
-    """Return a pyarrow array: the list of values of each row in `order`; `row` has each value's row, ascending."""
-    import pyarrow as pa
-
-    first, stop = (np.searchsorted(row, order, side) for side in ("left", "right"))
-    ends = np.cumsum(stop - first)
-    offsets = np.append(0, ends)
-    index = np.repeat(first - offsets[:-1], stop - first) + np.arange(offsets[-1])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.take(pa.array(index)))
-
-
-def table_to_parquet(table: Any, metadata: dict[str, Any]) -> bytes:
-    """Return a table with metadata as the bytes of a parquet file; equal tables give equal bytes."""
-    import pyarrow.parquet as pq
-
-    written = io.BytesIO()
-    content = json.dumps(metadata, ensure_ascii=False, sort_keys=True).encode()
-    pq.write_table(table.replace_schema_metadata({METADATA_KEY: content}), written, compression="zstd")
-    return written.getvalue()
-
-
-def read_metadata(schema: Any) -> dict[str, Any]:
-    """Return the metadata that `table_to_parquet` wrote; empty if there is none."""
-    content = (schema.metadata or {}).get(METADATA_KEY, b"{}")
-    found = json.loads(content)
-    return found if isinstance(found, dict) else {}

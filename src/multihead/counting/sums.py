@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
+from math import inf
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -34,12 +35,76 @@ TOKENS_BEFORE, TOKENS_AFTER = 24, 8
 """Numbers of tokens before and after the query of an example that are stored with the example."""
 
 
-DistanceMoments: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Per row of a table: count of numbers, their mean, and the sum of squared deviations from the mean: (rows,) each."""
+class StatisticSums(NamedTuple):
+    """Sums of statistics of heads over the queries and the texts that count; a row is one statistic of one head.
+
+    Attributes:
+        num_queries: (rows,) int64, number of queries that count.
+        num_nonfinite: (rows,) int64, number of NaN and infinite values, which are left out of all other sums.
+        mean: (rows,) float64, mean of the values over the queries.
+        squares: (rows,) float64, sum of the squared deviations of the values from `mean`.
+        chance: (rows,) float64, mean chance level (even weights over the visible keys) over the queries; NaN where
+            unknown.
+        num_texts: (rows,) int64, number of texts that have a query that counts.
+        excess: (rows,) float64, mean over the texts of each text's mean of value - chance; NaN where unknown.
+        excess_squares: (rows,) float64, the sum of the squared deviations of the texts' means from `excess`.
+        minimum: (rows,) float64, smallest value; inf without a query.
+        maximum: (rows,) float64, largest value; -inf without a query.
+    """
+
+    num_queries: Tensor
+    num_nonfinite: Tensor
+    mean: Tensor
+    squares: Tensor
+    chance: Tensor
+    num_texts: Tensor
+    excess: Tensor
+    excess_squares: Tensor
+    minimum: Tensor
+    maximum: Tensor
+
+    @staticmethod
+    def empty(rows: int) -> StatisticSums:
+        """Return the sums of `rows` rows without a query."""
+        return StatisticSums(*(torch.from_numpy(np.full(rows, value)) for value in SUMS_WITHOUT_QUERIES.values()))
+
+    def merge(self, other: StatisticSums) -> StatisticSums:
+        """Return the sums over the queries and texts of both, row by row; no text is in both."""
+        zeros = torch.zeros_like(self.mean)
+        num_queries, mean, squares = merge_moments(
+            (self.num_queries, self.mean, self.squares), (other.num_queries, other.mean, other.squares)
+        )
+        _, chance, _ = merge_moments((self.num_queries, self.chance, zeros), (other.num_queries, other.chance, zeros))
+        num_texts, excess, excess_squares = merge_moments(
+            (self.num_texts, self.excess, self.excess_squares), (other.num_texts, other.excess, other.excess_squares)
+        )
+        num_nonfinite = self.num_nonfinite + other.num_nonfinite
+        extremes = torch.minimum(self.minimum, other.minimum), torch.maximum(self.maximum, other.maximum)
+        moments = num_queries, num_nonfinite, mean, squares, chance, num_texts, excess, excess_squares
+        return StatisticSums(*moments, *extremes)
 
 
-def merge_moments(one: DistanceMoments, other: DistanceMoments) -> DistanceMoments:
-    """Return the moments (count, mean, squared deviations) of the union of two sets of numbers, (rows,) each.
+SUMS_WITHOUT_QUERIES = {
+    "count": 0,
+    "nonfinite": 0,
+    "mean": 0.0,
+    "squares": 0.0,
+    "chance": 0.0,
+    "texts": 0,
+    "excess": 0.0,
+    "excess_squares": 0.0,
+    "minimum": inf,
+    "maximum": -inf,
+}
+"""Column of the table of heads -> its value in a row without a query, in the order of the fields of `StatisticSums`."""
+
+
+Moments: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Moments of sets of numbers: count, mean, and sum of the squared deviations from the mean; (rows,) each."""
+
+
+def merge_moments(one: Moments, other: Moments) -> Moments:
+    """Return the moments of the union of two sets of numbers, row by row.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
 
@@ -152,16 +217,7 @@ class LayerSums(RunningSummary):
         examples: number of strongest examples that are kept per row.
         current_batch: the batch of texts on which the model runs now.
         sketch_of_all_rows: one quantile sketch of all rows; the sketches in `statistics` are views of its tensors.
-        nonfinite: (rows,) int64, number of NaN or infinite values at queries that count.
-        mean: (rows,) float64, mean of the values over the queries that count.
-        squares: (rows,) float64, sum of the squared deviations of the values from `mean`.
-        chance: (rows,) float64, mean chance level (even weights over the visible keys) over the queries that count; NaN
-            where unknown.
-        texts: (rows,) int64, number of texts that have a query that counts.
-        excess: (rows,) float64, mean over the texts of each text's mean of value - chance; NaN where unknown.
-        excess_squares: (rows,) float64, the sum of the squared deviations of the texts' means from `excess`.
-        minimum: (rows,) float64, smallest value; inf if no query counted.
-        maximum: (rows,) float64, largest value; -inf if no query counted.
+        row_sums: the moments and extremes of each row.
         negative_bins: (rows, bins) int64, histogram of the absolute values of the negative values; None if no value was
             negative.
         strongest: the strongest examples of each row.
@@ -171,75 +227,52 @@ class LayerSums(RunningSummary):
     examples: int = field(kw_only=True)
     current_batch: CurrentBatch = field(kw_only=True)
     sketch_of_all_rows: QuantileSketch = field(init=False)
-    nonfinite: Tensor = field(init=False)
-    mean: Tensor = field(init=False)
-    squares: Tensor = field(init=False)
-    chance: Tensor = field(init=False)
-    texts: Tensor = field(init=False)
-    excess: Tensor = field(init=False)
-    excess_squares: Tensor = field(init=False)
-    minimum: Tensor = field(init=False)
-    maximum: Tensor = field(init=False)
+    row_sums: StatisticSums = field(init=False)
     negative_bins: Tensor | None = None
     strongest: StrongestExamples = field(init=False)
     takes_batches: ClassVar[bool] = True
 
-    @property
-    def count(self) -> Tensor:
-        """(rows,) int64, number of queries that counted."""
-        return self.sketch_of_all_rows.count.long()
-
-    def _create_sums(self, names: list[str]) -> None:
-        heads, rows = self.num_heads, len(names) * self.num_heads
+    def _create_rows(self, names: list[str]) -> None:
+        """Create the sums of the statistics `names`, without a query."""
+        rows = len(names) * self.num_heads
         self.sketch_of_all_rows = QuantileSketch.empty(rows)
-        for at, name in enumerate(names):
-            of_name = slice(at * heads, (at + 1) * heads)
-            self.statistics[name] = QuantileSketch(
-                *(
-                    each[of_name]
-                    for each in (
-                        self.sketch_of_all_rows.total,
-                        self.sketch_of_all_rows.count,
-                        self.sketch_of_all_rows.bins,
-                    )
-                )
-            )
-        self.nonfinite = torch.zeros(rows, dtype=torch.int64)
-        self.texts = torch.zeros(rows, dtype=torch.int64)
-        self.mean, self.squares, self.chance, self.excess, self.excess_squares = torch.zeros(
-            5, rows, dtype=torch.float64
-        )
-        self.minimum = torch.full((rows,), torch.inf, dtype=torch.float64)
-        self.maximum = -self.minimum
+        views = (each.split(self.num_heads) for each in self.sketch_of_all_rows.tensors().values())
+        self.statistics = {name: QuantileSketch(*tensors) for name, *tensors in zip(names, *views, strict=True)}
+        self.row_sums = StatisticSums.empty(rows)
         self.strongest = StrongestExamples.empty(rows, self.examples)
 
     def add(self, measured: Mapping[str, MeasuredStatistic], *, samples: int) -> None:
         """Add the statistics of a batch; `measured` includes "largest_key", as positions of keys in each text."""
         self.num_samples += samples
-        batch, names = self.current_batch.batch, [name for name in measured if name != LARGEST_KEY.name]
+        batch = self.current_batch.batch
         if not self.statistics:
-            self._create_sums(names)
+            self._create_rows([name for name in measured if name != LARGEST_KEY.name])
         values = torch.stack([batch.drop_padding(measured[each].values) for each in self.statistics])
         counted = torch.stack([batch.drop_padding(measured[each].counted) for each in self.statistics])
         flat, taken = values.flatten(0, 1), counted.flatten(0, 1)  # (rows, tokens)
+        num_nonfinite = torch.zeros(len(flat), dtype=torch.int64)
         if not bool(flat.sum().isfinite()):
             finite = flat.isfinite()
-            self.nonfinite += (taken & ~finite).sum(-1)
+            num_nonfinite = (taken & ~finite).sum(-1)
             taken &= finite
         total, count = torch.zeros(2, len(flat), dtype=torch.float64)
-        of_batch = QuantileSketch(total, count, self.sketch_of_all_rows.bins)
-        of_batch.add(flat[None], taken[None])
+        QuantileSketch(total, count, self.sketch_of_all_rows.bins).add(flat[None], taken[None])
+        self.sketch_of_all_rows.total += total
+        self.sketch_of_all_rows.count += count
+        mean = total / count.clamp(min=1)
         left_out = ~taken
-        levels = [self._chance_per_token(measured[each], like=values[0]) for each in self.statistics]
-        self._add_chance(flat, torch.cat(levels), taken, of_batch)
-        self._add_moments(flat, left_out, of_batch)
+        deviation = (flat - mean[:, None]).masked_fill_(left_out, 0)  # float64
+        squares = torch.linalg.vecdot(deviation, deviation)
+        levels = torch.cat([self._chance_per_token(measured[each], like=values[0]) for each in self.statistics])
+        about_chance = self._compare_with_chance(flat, levels, taken, total)
         flat.masked_fill_(left_out, torch.inf)
-        least = flat.amin(-1).double()
-        self.minimum = torch.minimum(self.minimum, least)
-        if bool((least < 0).any()):
+        minimum = flat.amin(-1).double()
+        if bool((minimum < 0).any()):
             self._add_negative_values(flat, taken)
         flat.masked_fill_(left_out, -torch.inf)
-        self.maximum = torch.maximum(self.maximum, flat.amax(-1).double())
+        maximum = flat.amax(-1).double()
+        of_batch = StatisticSums(count.long(), num_nonfinite, mean, squares, *about_chance, minimum, maximum)
+        self.row_sums = self.row_sums.merge(of_batch)
         self.strongest.add(flat.view(values.shape), batch, batch.drop_padding(measured[LARGEST_KEY.name].values))
 
     def _chance_per_token(self, measured: MeasuredStatistic, *, like: Tensor) -> Tensor:
@@ -248,33 +281,27 @@ class LayerSums(RunningSummary):
             return torch.full_like(like, torch.nan)
         return self.current_batch.batch.drop_padding(measured.chance).expand_as(like)
 
-    def _add_chance(self, flat: Tensor, level: Tensor, taken: Tensor, of_batch: QuantileSketch) -> None:
-        """Add the chance levels of a batch, and each text's mean of value - chance; tensors are (rows, tokens)."""
-        starts = self.current_batch.batch.text_starts.numpy()
-        difference = torch.where(taken, flat.double() - level, 0.0)
-        excess = torch.from_numpy(np.add.reduceat(difference.numpy(), starts, axis=1))  # (rows, texts)
-        numbers = torch.from_numpy(np.add.reduceat(taken.numpy(), starts, axis=1, dtype=np.int32))
-        chance = (of_batch.total - excess.sum(-1)) / of_batch.count.clamp(min=1)
-        nothing = torch.zeros_like(chance)
-        before = self.count, self.chance, nothing
-        _, self.chance, _ = merge_moments(before, (of_batch.count.long(), chance, nothing))
-        full, excess = numbers > 0, excess / numbers.clamp(min=1)
-        texts = full.sum(-1)
-        mean = excess.sum(-1) / texts.clamp(min=1)
-        squares = torch.where(full, excess - mean[:, None], 0.0).square().sum(-1)
-        of_texts = self.texts, self.excess, self.excess_squares
-        self.texts, self.excess, self.excess_squares = merge_moments(of_texts, (texts, mean, squares))
+    def _compare_with_chance(
+        self, flat: Tensor, levels: Tensor, taken: Tensor, total: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return `chance`, `num_texts`, `excess` and `excess_squares` of a batch, as in `StatisticSums`.
 
-    def _add_moments(self, flat: Tensor, left_out: Tensor, of_batch: QuantileSketch) -> None:
-        """Add the count, mean and squared deviations of a batch; `flat` (values) and `left_out` are (rows, tokens)."""
-        count = of_batch.count.long()
-        mean = of_batch.total / of_batch.count.clamp(min=1)
-        deviation = (flat - mean[:, None]).masked_fill_(left_out, 0)  # float64
-        squares = torch.linalg.vecdot(deviation, deviation)
-        before = self.count, self.mean, self.squares
-        _, self.mean, self.squares = merge_moments(before, (count, mean, squares))
-        self.sketch_of_all_rows.total += of_batch.total
-        self.sketch_of_all_rows.count += of_batch.count
+        Args:
+            flat: (rows, tokens), the values.
+            levels: (rows, tokens), the chance level of each value.
+            taken: (rows, tokens) bool, which values count.
+            total: (rows,) float64, the sum of the values that count.
+        """
+        starts = self.current_batch.batch.text_starts.numpy()
+        difference = torch.where(taken, flat.double() - levels, 0.0)
+        excess = torch.from_numpy(np.add.reduceat(difference.numpy(), starts, axis=1))  # (rows, texts)
+        num_queries = torch.from_numpy(np.add.reduceat(taken.numpy(), starts, axis=1, dtype=np.int32))
+        chance = (total - excess.sum(-1)) / num_queries.sum(-1).clamp(min=1)
+        has_query, excess = num_queries > 0, excess / num_queries.clamp(min=1)
+        num_texts = has_query.sum(-1)
+        mean = excess.sum(-1) / num_texts.clamp(min=1)
+        squares = torch.where(has_query, excess - mean[:, None], 0.0).square().sum(-1)
+        return chance, num_texts, mean, squares
 
     def _add_negative_values(self, flat: Tensor, taken: Tensor) -> None:
         """Count negative values in `negative_bins`; the quantile sketch counts negative values in its first bin too."""

@@ -1,0 +1,135 @@
+"""The table of heads, of a shard and of a census: its columns, its sums, and its parquet file."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from multihead.counting.sums import SUMS_WITHOUT_QUERIES, StatisticSums
+
+METADATA_KEY = b"multihead"
+"""Key in the metadata of a parquet file under which the counts of the shard or census are stored as JSON."""
+
+CHANCE_COLUMNS = "chance", "texts", "excess", "excess_squares"
+"""Columns about chance levels, null where no query counts or the chance level is unknown; missing in old files."""
+
+
+def heads_schema() -> Any:
+    """Return the pyarrow schema of a table of heads."""
+    import pyarrow as pa
+
+    example = pa.struct(
+        [
+            ("value", pa.float64()),
+            ("shard", pa.int32()),
+            ("text", pa.int64()),
+            ("position", pa.int32()),
+            ("token", pa.string()),
+            ("key", pa.int32()),
+            ("key_token", pa.string()),
+            ("start", pa.int32()),
+            ("tokens", pa.list_(pa.string())),
+            ("values", pa.list_(pa.float32())),
+        ]
+    )
+    return pa.schema(
+        [
+            ("layer", pa.int32()),
+            ("name", pa.string()),
+            ("head", pa.int32()),
+            ("statistic", pa.string()),
+            *((name, pa.from_numpy_dtype(type(value))) for name, value in SUMS_WITHOUT_QUERIES.items()),
+            ("bin_value", pa.list_(pa.float64())),
+            ("bin_count", pa.list_(pa.int64())),
+            ("examples", pa.list_(example)),
+        ]
+    )
+
+
+def add_missing_columns(table: Any) -> Any:
+    """Add the columns that a table of heads of an earlier version lacks, filled with null."""
+    import pyarrow as pa
+
+    for at, column in enumerate(heads_schema()):
+        if column.name not in table.column_names:
+            table = table.add_column(at, column, pa.nulls(len(table), column.type))
+    return table
+
+
+def build_heads_table(
+    rows: Sequence[tuple[int, str, str, int]],
+    order: NDArray[np.int64],
+    sums: StatisticSums,
+    bins: tuple[NDArray[np.int64], Any, Any],
+    examples: Any,
+) -> Any:
+    """Return a table of heads (pyarrow).
+
+    Args:
+        rows: per row of the table (number of the layer, name of the layer, statistic, head).
+        order: (rows,), per row of the table the index of its row in `sums` and in `bins`.
+        sums: the sums of each row.
+        bins: row, ascending, value and count of each histogram bin that is not empty: (bins,) each.
+        examples: per row of the table the list of its strongest examples.
+    """
+    import pyarrow as pa
+
+    sums = StatisticSums(*(column[order] for column in sums))
+    none = (sums.num_queries == 0).numpy()
+    null_where = {**dict.fromkeys(CHANCE_COLUMNS, none | sums.excess.isnan().numpy()), "minimum": none, "maximum": none}
+    columns: dict[str, Any] = dict(
+        zip(("layer", "name", "statistic", "head"), map(list, zip(*rows, strict=True)), strict=True)
+    )
+    for name, values in zip(SUMS_WITHOUT_QUERIES, sums, strict=True):
+        columns[name] = pa.array(values.numpy(), mask=null_where.get(name))
+    row_of_bin, columns["bin_value"], columns["bin_count"] = bins
+    for name in ("bin_value", "bin_count"):
+        columns[name] = group_values_by_row(row_of_bin, columns[name], order)
+    return pa.Table.from_pydict(columns | {"examples": examples}, schema=heads_schema())
+
+
+def sums_of_table(table: Any) -> StatisticSums:
+    """Return the sums of each row of a table of heads."""
+    has_no_query = table["count"].to_numpy() == 0
+    sums = []
+    for name, value in SUMS_WITHOUT_QUERIES.items():
+        if isinstance(value, int):
+            column = table[name].fill_null(value).to_numpy()
+        else:  # null becomes NaN, which is an unknown chance, and without a query the value of such a row
+            column = np.where(has_no_query, value, table[name].to_numpy())
+        sums.append(torch.tensor(column))
+    return StatisticSums(*sums)
+
+
+def group_values_by_row(row: NDArray[np.int64], values: Any, order: NDArray[np.int64]) -> Any:
+    """Return a pyarrow array: the list of values of each row in `order`; `row` has each value's row, ascending."""
+    import pyarrow as pa
+
+    first, stop = (np.searchsorted(row, order, side) for side in ("left", "right"))
+    ends = np.cumsum(stop - first)
+    offsets = np.append(0, ends)
+    index = np.repeat(first - offsets[:-1], stop - first) + np.arange(offsets[-1])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values.take(pa.array(index)))
+
+
+def table_to_parquet(table: Any, metadata: dict[str, Any]) -> bytes:
+    """Return a table with metadata as the bytes of a parquet file; equal tables give equal bytes."""
+    import pyarrow.parquet as pq
+
+    written = io.BytesIO()
+    content = json.dumps(metadata, ensure_ascii=False, sort_keys=True).encode()
+    pq.write_table(table.replace_schema_metadata({METADATA_KEY: content}), written, compression="zstd")
+    return written.getvalue()
+
+
+def read_metadata(schema: Any) -> dict[str, Any]:
+    """Return the metadata that `table_to_parquet` wrote; empty if there is none."""
+    content = (schema.metadata or {}).get(METADATA_KEY, b"{}")
+    found = json.loads(content)
+    return found if isinstance(found, dict) else {}
