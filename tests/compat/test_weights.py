@@ -246,3 +246,12 @@ def test_a_trace_and_a_transform_have_the_same_weights_and_gradients() -> None:
     leaves = [tensor.clone().requires_grad_() for tensor in (call.q, call.k)]
     expected = torch.autograd.grad(weights(*leaves).square().sum(), leaves)
     torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_lowest_finite_bias_hides_no_key_and_shows_no_hidden_one(dtype: torch.dtype) -> None:
+    """Hidden scores were once filled with the lowest finite number, which then took part in the softmax."""
+    q, k = torch.zeros(1, 1, 2, 4, dtype=dtype), torch.zeros(1, 1, 3, 4, dtype=dtype)
+    bias = torch.full((1, 1, 2, 3), torch.finfo(dtype).min, dtype=dtype)
+    _, weights = attend_with_weights(request_of(q, k, k, masks.Lengths((2,)), bias))
+    assert torch.equal(weights, torch.tensor([0.5, 0.5, 0.0], dtype=dtype).expand(1, 1, 2, 3))

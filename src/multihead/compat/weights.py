@@ -2,9 +2,9 @@
 
 The weights are softmax(scores). To save memory, a custom gradient computes them again in groups of heads: as many heads
 at a time as fit in 1 MiB, and at least one. NaN in hidden keys is replaced before the scores, because in the gradient
-of q it would be multiplied by 0; rows that see NaN are filled with NaN afterwards. Hidden scores are filled with the
-lowest finite number, so that a row without keys is never 0 / 0. Under dropout the output is computed from the returned
-weights themselves, which needs no second draw of the generator. Where operations are recorded or transformed
+of q it would be multiplied by 0; rows that see NaN are filled with NaN afterwards. Hidden scores are filled with -inf,
+and with 0 in a row without visible keys, whose softmax would be 0 / 0. Under dropout the output is computed from the
+returned weights themselves, which needs no second draw of the generator. Where operations are recorded or transformed
 (`is_traced()`) all heads are computed at once with plain operations. A forward and backward pass takes 1.0 to 1.4 times
 as long as one that stores the weights of all heads (one thread, 10 to 1,024 tokens), and the autograd graph keeps 8 MiB
 instead of 43 MiB at 8 heads of 1,024 tokens. Groups of heads are used because one head at a time took twice as long as
@@ -175,8 +175,10 @@ def _softmax_of_heads(
     if hidden is None:
         return scores.softmax(-1)
     hidden = _slice_heads(hidden, heads)
-    # Hidden scores become the lowest finite number: with -inf, the softmax of a row without keys would be 0 / 0.
-    return scores.masked_fill(hidden, torch.finfo(dtype).min).softmax(-1).masked_fill(hidden, 0)
+    # Hidden scores become -inf, in a row without visible keys 0: there the softmax of -inf would be 0 / 0.
+    sees_keys = ~hidden.all(-1, keepdim=True)
+    filling = torch.zeros(sees_keys.shape, dtype=dtype, device=scores.device).masked_fill(sees_keys, -torch.inf)
+    return torch.where(hidden, filling, scores).softmax(-1).masked_fill(hidden, 0)
 
 
 def _groups_of_heads(q: Tensor, k: Tensor) -> list[slice]:
