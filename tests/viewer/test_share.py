@@ -58,9 +58,11 @@ def a_head(layer: int, head: int) -> SharedHead:
     return SharedHead(0, layer, head, one, tile)
 
 
-def written(*heads: SharedHead, place: str = "#a=L1H0&n=40&x=20&y=30&q=50", **given: Any) -> bytes:
+def written(*heads: SharedHead, fragment: str = "#a=L1H0&n=40&x=20&y=30&q=50", **given: Any) -> bytes:
     described_run = {"runs": [describe_run(RUN)], "samples": [describe_sample(RUN, 0)]}
-    return shared_page(heads, small=lambda run, layer: None, place=place, lang="en", **described_run | given)
+    return shared_page(
+        heads, small_maps_of_layer=lambda run, layer: None, fragment=fragment, lang="en", **described_run | given
+    )
 
 
 def test_every_tile_of_a_head_is_in_the_file_bit_for_bit_if_it_fits() -> None:
@@ -106,7 +108,7 @@ def test_a_view_that_does_not_fit_is_refused_with_its_size() -> None:
 
 
 def test_tokens_and_addresses_cannot_become_markup() -> None:
-    page = written(a_head(1, 0), place=f"#a=L1H0&c={HOSTILE}&unknown=1&x=1e9&n=40")
+    page = written(a_head(1, 0), fragment=f"#a=L1H0&c={HOSTILE}&unknown=1&x=1e9&n=40")
     assert page.count(b"<script") == 3 + len(Page(page).packs)
     assert b"<script>window" not in page
     place = Page(page).held["place"]

@@ -106,7 +106,12 @@ def write_census_page(
 
 
 def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
-    """Return the data of the page's script; lists have an item per head, layer after layer, None for no number."""
+    """Return the data of the page's script, whose lists have an item per head, layer after layer; None for no number.
+
+    Args:
+        runs: the censuses: one, or two that are compared.
+        lang: "en" or "zh".
+    """
     first = runs[0]
     counted = {name for _, name, _ in first.row_of_head}
     profiles = [run.profiles() for run in runs]
@@ -165,7 +170,7 @@ def _data_of_run(
 def _first_statistic_of_each_head(
     run: Census, profiles: Sequence[LayerKinds], columns: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return per head the statistic that its page shows first: that of its kind, or the share farthest above chance."""
+    """Return the statistic that the page of each head shows first: that of its kind, or that farthest above chance."""
     counted = [each["id"] for each in columns]
     shares = [each["id"] for each in columns if each["format"] == SHARE_FORMAT]
     statistic_of = {kind.name: kind.statistic for kind in run.all_kinds if kind.statistic in counted}
@@ -212,7 +217,7 @@ def _describe_findings(
 
 
 def _heads_per_kind(run: Census) -> list[dict[str, Any]]:
-    """Return per kind its name, number of heads, their chance levels, and the heads with the largest shares."""
+    """Return for each kind of head its name, the number of its heads, their chance levels, and the heads to name."""
     return [
         {
             "kind": kind.name,
@@ -228,10 +233,12 @@ def _heads_per_kind(run: Census) -> list[dict[str, Any]]:
 
 
 def _heads_of_census(census: Census) -> list[tuple[int, int]]:
+    """Return the number of the layer, and the index in the layer, of each head, layer after layer."""
     return [(layer.number, head) for layer in census.layers for head in range(layer.num_heads)]
 
 
 def _label_of_run(run: Census, runs: list[Census]) -> str:
+    """Return the names of the texts of a census, after the name of its model if the models of the page differ."""
     texts = ", ".join(run.plan.texts)
     return escape_controls(texts if len({each.plan.title for each in runs}) == 1 else f"{run.plan.title} · {texts}")
 
@@ -239,7 +246,7 @@ def _label_of_run(run: Census, runs: list[Census]) -> str:
 def _viewer_command_parts(run: Census) -> list[str]:
     """Return the three parts of a shell command that opens an example's text in the viewer.
 
-    The page puts "SHARD:TEXT" and the name of a record file between the parts.
+    The page puts the place of a text, "SHARD:TEXT", and the name of a record file between the parts of the command.
 
     The text itself is not in the command, because a terminal acts on characters of a pasted line before a shell reads
     their quotes. The command finds the corpus only on a machine with the same paths as where the census was counted.
@@ -253,7 +260,7 @@ def _viewer_command_parts(run: Census) -> list[str]:
 
 
 def _axis_limits_per_head(runs: list[Census], name: str, number_format: str) -> list[tuple[float, float]]:
-    """Return the (start, end) of the axis of each head's histogram, the same for both censuses."""
+    """Return the (start, end) of the axis of each head's histogram, which both censuses of a page share."""
     found = []
     for layer, head in _heads_of_census(runs[0]):
         rows = [(run, run.row_of_head[layer, name, head]) for run in runs if (layer, name, head) in run.row_of_head]
@@ -316,19 +323,14 @@ def _encode_examples(runs: list[Census], examples_of_rows: list[list[Any]], num_
     token_indices: dict[str, int] = {}
     found = []
     for run, examples in zip(runs, examples_of_rows, strict=True):
-        names = dict.fromkeys(name for _, name, _ in run.row_of_head)
+        kept = {place: examples[row][:num_kept] for place, row in run.row_of_head.items()}
         found.append(
             {
                 name: [
-                    [
-                        _encode_example(each, token_indices)
-                        for each in examples[run.row_of_head[layer, name, head]][:num_kept]
-                    ]
-                    if (layer, name, head) in run.row_of_head
-                    else []
+                    [_encode_example(each, token_indices) for each in kept.get((layer, name, head), ())]
                     for layer, head in _heads_of_census(runs[0])
                 ]
-                for name in names
+                for name in dict.fromkeys(name for _, name, _ in kept)
             }
         )
     return {"examples": found, "words": list(token_indices)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ class PageFullError(Exception):
 
 @dataclass(eq=False)
 class PackedArrays:
-    """The packed arrays of a page, and the number of bytes that they take in it.
+    """The packed arrays of a page in one file, and the number of bytes that they take in the file.
 
     Attributes:
         max_bytes: largest number of bytes that the arrays may take.
@@ -59,30 +59,44 @@ class PackedArrays:
         self.descriptions |= group.descriptions
 
 
+def answers_in_file(view: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return path of a request -> its answer as JSON, for the requests that a page in one file answers itself.
+
+    Args:
+        view: the result of `payload.describe_view`.
+        samples: per record of the page, the result of `payload.describe_sample`.
+    """
+    answers = {"view": view}
+    for run, sample in enumerate(samples):
+        answers[f"runs/{run}/samples/0"] = sample
+        answers[f"runs/{run}/samples/0/levels"] = {"state": "ready", "done": 1, "total": 1, "inMemory": False}
+    return answers
+
+
 def offline_page(
-    plain: Mapping[str, Any],
+    answers: Mapping[str, Mapping[str, Any]],
     arrays: PackedArrays,
     *,
     title: str,
     lang: str,
-    place: str = "",
+    fragment: str = "",
     note: str = "",
 ) -> bytes:
     """Write the viewer's page with the data that it requests.
 
     Args:
-        plain: path of a request -> the answer as JSON-serialisable data.
+        answers: the result of `answers_in_file`.
         arrays: the stored arrays.
         title: the title of the window.
         lang: the language of the page.
-        place: the part of the page's address after "#", which the file opens with.
+        fragment: the part of the page's address after "#" with which the file opens.
         note: a sentence at the top of the page; "" for none.
     """
     held = {
-        "plain": plain,
+        "plain": answers,
         "arrays": arrays.descriptions,
         "tile": TILE_SIDE,
-        "place": place,
+        "place": fragment,
         "absent": text("viewer.share absent", lang),
         "old": text("viewer.old browser", lang),
     }

@@ -26,7 +26,7 @@ from multihead.locale.texts import check_language
 from multihead.locale.texts import text as locale
 from multihead.record.analysis.highlights import LayerProfile
 from multihead.viewer.facts import readable_size
-from multihead.viewer.offline import offline_page
+from multihead.viewer.offline import answers_in_file, offline_page
 from multihead.viewer.page import installed_version
 from multihead.viewer.page_budget import Progress, StoredMaps, encode_fitting_maps
 from multihead.viewer.payload import (
@@ -219,13 +219,8 @@ def _render_page(described: dict[str, Any], run: dict[str, Any], store: StoredMa
         precision=locale("viewer.within", lang, rounding=format_rounding_error(store.largest_rounding_error)),
         similar=store.mode == "whole",
     )
-    plain = {
-        "view": view,
-        "runs/0/samples/0": described
-        | {"layers": layers, "noMaps": "" if store.mode != "none" else described["noMaps"] or stored},
-        "runs/0/samples/0/levels": {"state": "ready", "done": 1, "total": 1, "inMemory": False},
-    }
-    return offline_page(plain, store.arrays, title=run["title"], lang=lang)
+    sample = described | {"layers": layers, "noMaps": "" if store.mode != "none" else described["noMaps"] or stored}
+    return offline_page(answers_in_file(view, [sample]), store.arrays, title=run["title"], lang=lang)
 
 
 def sentence_on_stored_maps(store: StoredMaps, *, max_bytes: int, lang: str) -> str:

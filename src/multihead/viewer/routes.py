@@ -285,8 +285,8 @@ class Viewer(WebSite):
                 heads,
                 runs=[one | {"samples": [one["samples"][sample]]} for one in runs],
                 samples=[self._cached_description(each, sample) for each in shown],
-                small=maps_if_built,
-                place=params.get("place", ""),
+                small_maps_of_layer=maps_if_built,
+                fragment=params.get("place", ""),
                 lang=self.lang,
                 max_bytes=most,
             )

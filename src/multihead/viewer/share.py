@@ -23,7 +23,7 @@ from multihead.locale.texts import text
 from multihead.viewer.facts import readable_size
 from multihead.viewer.levels import TILE_SIDE, number_of_levels
 from multihead.viewer.maps import compress_planes
-from multihead.viewer.offline import PackedArrays, PageFullError, offline_page
+from multihead.viewer.offline import PackedArrays, PageFullError, answers_in_file, offline_page
 from multihead.viewer.page import json_in_script, viewer_style
 from multihead.viewer.payload import describe_view
 from multihead.viewer.tiles import tiles_per_side, weights_of_queries
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MAX_SHARED_BYTES = 20_000_000
 """Maximum size of a shared file in bytes."""
 
-NUM_NEAR_QUERIES = 64
+NUM_QUERIES_NEAR_CHOSEN = 64
 """Number of queries around the chosen query whose single weights are always in the file."""
 
 MAX_TILES_IN_VIEW = 16  # largest number of tiles in view per level and head
@@ -47,23 +47,24 @@ class SharedHead:
     """A head whose map is in the shared file.
 
     Attributes:
-        run: index of the head's record in the file: 0, or 1 for a second record.
-        layer: number of the head's layer.
+        record_index: index of the head's record in the file: 0, or 1 for a second record.
+        layer_number: number of the head's layer.
         head: index of the head in the layer.
         sample: the layer's record of the text.
-        tile: returns a tile of the head's map, given level, row, column, and sink=: whether the first key is included.
+        read_tile: returns a tile of the head's map, given level, row, column and sink=: whether it includes the first
+            key.
     """
 
-    run: int
-    layer: int
+    record_index: int
+    layer_number: int
     head: int
     sample: SampleRecord
-    tile: Callable[..., Array]
+    read_tile: Callable[..., Array]
 
     @property
     def name(self) -> str:
         """Name of the head in the file, as in the addresses of the page's requests."""
-        return f"{self.run}/{self.layer}/{self.head}"
+        return f"{self.record_index}/{self.layer_number}/{self.head}"
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ def shared_page(
     *,
     runs: Sequence[Mapping[str, Any]],
     samples: Sequence[Mapping[str, Any]],
-    small: Callable[[int, int], tuple[Array, tuple[int, int]] | None],
-    place: str,
+    small_maps_of_layer: Callable[[int, int], tuple[Array, tuple[int, int]] | None],
+    fragment: str,
     lang: str,
     max_bytes: int = MAX_SHARED_BYTES,
 ) -> bytes:
@@ -103,21 +104,18 @@ def shared_page(
         heads: the head in view, and the head with which it is compared, if any.
         runs: the description of each record, see `payload.describe_run`.
         samples: the description of each record's text, see `payload.describe_sample`.
-        small: returns the small maps of a layer of a record (heads, rows, columns), and the rows and columns of weights
-            per cell; None if the maps are not computed yet.
-        place: the part of the page's address after "#", which the file opens with.
+        small_maps_of_layer: given the index of a record and the number of a layer, returns the layer's small maps
+            (heads, rows, columns), and the rows and columns of weights per cell; None if the maps are not computed yet.
+        fragment: the part of the page's address after "#", which the file opens with.
         lang: the language of the page.
         max_bytes: maximum size of the file.
 
     Raises:
         ArgumentError: the view does not fit into max_bytes, even without any finer level.
     """
-    place, view = _renumber_address(place, second_run=len(runs) > 1)
-    plain: dict[str, Any] = {"view": describe_view(runs, lang, similar=False, looking=False)}
-    for run, described in enumerate(samples):
-        plain[f"runs/{run}/samples/0"] = described
-        plain[f"runs/{run}/samples/0/levels"] = {"state": "ready", "done": 1, "total": 1, "inMemory": False}
-    bare = len(json_in_script(plain)) + len(viewer_style()) + 200_000
+    fragment, view = _renumber_address(fragment, second_run=len(runs) > 1)
+    answers = answers_in_file(describe_view(runs, lang, similar=False, looking=False), samples)
+    bare = len(json_in_script(answers)) + len(viewer_style()) + 200_000
     arrays, room = PackedArrays(), max_bytes - bare
     for one in heads:
         _add_rows_near_query(arrays, one, view.chosen_query)
@@ -130,20 +128,14 @@ def shared_page(
             "Zoom in, or share one head at a time.",
         )
     arrays.max_bytes = room / 2  # so that at most half of the file is small maps
-    _add_small_maps(arrays, heads, samples, small)
+    _add_small_maps(arrays, heads, samples, small_maps_of_layer)
     arrays.max_bytes = room
     level = _add_whole_levels(arrays, heads)
-    names = [f"L{one.layer} H{one.head}" for one in heads]
+    names = [f"L{one.layer_number} H{one.head}" for one in heads]
     depth = text("viewer.share level all" if level == 0 else "viewer.share level", lang, n=1 << level)
     note = text("viewer.share file", lang, heads=text("common.join.comma", lang).join(names), level=depth)
-    return offline_page(
-        plain,
-        arrays,
-        title=str(runs[0]["title"] or runs[0]["name"]),
-        lang=lang,
-        place=place,
-        note=note,
-    )
+    title = str(runs[0]["title"] or runs[0]["name"])
+    return offline_page(answers, arrays, title=title, lang=lang, fragment=fragment, note=note)
 
 
 def name_shared_file(title: str, heads: Sequence[SharedHead]) -> str:
@@ -153,7 +145,7 @@ def name_shared_file(title: str, heads: Sequence[SharedHead]) -> str:
     'a-model-of-mine'
     """
     plain = re.sub(r"[^\w.-]+", "-", title, flags=re.ASCII).strip("-.")[:60] or "view"
-    return "-".join([plain, *(f"L{one.layer}H{one.head}" for one in heads)])
+    return "-".join([plain, *(f"L{one.layer_number}H{one.head}" for one in heads)])
 
 
 def _renumber_address(given: str, *, second_run: bool) -> tuple[str, PlaceInView]:
@@ -192,14 +184,14 @@ def _add_tiles(arrays: PackedArrays, head: SharedHead, level: int, places: Itera
     for row, column in places:
         for sink in (True, False) if column == 0 and level > 0 else (True,):
             name = f"{head.name} {level} {row} {column} {int(sink)}"
-            _add_float32(arrays, name, head.tile(level, row, column, sink=sink))
+            _add_float32(arrays, name, head.read_tile(level, row, column, sink=sink))
 
 
 def _add_rows_near_query(arrays: PackedArrays, head: SharedHead, query: int) -> None:
     """Add the weights of the queries around the chosen query, and the index of the first of them, as `{head} rows`."""
     chosen = query if 0 <= query < head.sample.num_queries else int(0.6 * head.sample.num_queries)
-    first = max(0, chosen - NUM_NEAR_QUERIES // 2)
-    queries = slice(first, min(first + NUM_NEAR_QUERIES, head.sample.num_queries))
+    first = max(0, chosen - NUM_QUERIES_NEAR_CHOSEN // 2)
+    queries = slice(first, min(first + NUM_QUERIES_NEAR_CHOSEN, head.sample.num_queries))
     _add_float32(arrays, f"{head.name} rows", weights_of_queries(head.sample, head.head, queries), first=first)
 
 
@@ -207,13 +199,13 @@ def _add_small_maps(
     arrays: PackedArrays,
     heads: Sequence[SharedHead],
     samples: Sequence[Mapping[str, Any]],
-    small: Callable[[int, int], tuple[Array, tuple[int, int]] | None],
+    small_maps_of_layer: Callable[[int, int], tuple[Array, tuple[int, int]] | None],
 ) -> None:
     """Add the small maps of all layers that have small maps and fit, the layers in view first."""
-    chosen = [(one.run, one.layer) for one in heads]
+    chosen = [(one.record_index, one.layer_number) for one in heads]
     every = [(run, layer["number"]) for run, one in enumerate(samples) for layer in one["layers"] if layer["maps"]]
     for run, layer in dict.fromkeys([*chosen, *every]):
-        found = small(run, layer)
+        found = small_maps_of_layer(run, layer)
         if found is not None:
             maps, block = found
             with suppress(PageFullError):
