@@ -130,16 +130,9 @@ def look(
         steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
         found = find_model(model)
         from multihead.models.loading import check_text
-        from multihead.observation.textbook import add_repeated
         from multihead.record.analysis.roles import rows_with_roles
         from multihead.record.memory_use import memory_of
-        from multihead.viewer.looking import (
-            load_model_and_encode_text,
-            measure_on_repeated_tokens,
-            prepare_inputs,
-            run_and_record,
-            write_page_of_run,
-        )
+        from multihead.viewer.looking import load_model_and_encode_text, record_model_run, write_page_of_run
 
         for each in (text if sound is None else None, decoder_text):
             if each is not None:
@@ -155,11 +148,16 @@ def look(
         )
         if tokens is not None and encoded is not None and encoded.end_of_last_token:
             text = text[: encoded.end_of_last_token]
-        # This runs before the text, because it may reject the model.
-        repeated = measure_on_repeated_tokens(loaded, steps.show, lang) if textbook else {}
-        run = prepare_inputs(loaded, encoded, sound, decoder_text, steps.show, lang)
-        record = run_and_record(loaded, run, chosen, steps.show, lang)
-        add_repeated(record, repeated)
+        run, record = record_model_run(
+            loaded,
+            encoded,
+            sound,
+            decoder_text=decoder_text,
+            layers=chosen,
+            textbook=textbook,
+            show=steps.show,
+            lang=lang,
+        )
         memory = memory_of(record.layers)
         if record_file is not None:
             steps.show(locale("look.doing.saving", lang, file=escape_controls(record_file)))

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["look"]
 
 INPUTS_OTHER_THAN_TOKENS = ("pixel_values", "input_features", "input_values", "flattened_patches", "inputs", "bbox")
+"""Names of the parameters of a model's forward that take images, audio and the like."""
 
 ShowStep = Callable[..., None]
 """Function that shows progress; called with (step), the name of a step, or (step, parts done, total parts or None)."""
@@ -143,21 +144,16 @@ def look(
     if tokens is not None and encoded is not None and encoded.end_of_last_token:
         text = text[: encoded.end_of_last_token]
     with _in_evaluation_mode(loaded.model):
-        repeated = measure_on_repeated_tokens(loaded, _show_nothing, lang, kinds) if textbook else {}
-        run = prepare_inputs(loaded, encoded, None, decoder_text, _show_nothing, lang)
-        record = run_and_record(loaded, run, layers, _show_nothing, lang, kinds)
-    add_repeated(record, repeated)
+        inputs, record = record_model_run(
+            loaded, encoded, decoder_text=decoder_text, layers=layers, textbook=textbook, kinds=kinds, lang=lang
+        )
     if in_notebook:
         _display_in_cell(record.view(lang=lang))
     elif show:
-        summary = write_page_of_run(record, None, run, text=text, out=out, lang=lang)
+        summary = write_page_of_run(record, None, inputs, text=text, out=out, lang=lang)
         _open_in_browser(Path(summary.path))
         sys.stdout.write(f"{summary}\n")
     return record
-
-
-def _show_nothing(*_: object) -> None:
-    """Show no progress."""
 
 
 def load_model_and_encode_text(
@@ -241,7 +237,7 @@ def _open_in_browser(page: Path) -> bool:
         return False
 
 
-def prepare_inputs(
+def _prepare_inputs(
     loaded: LoadedModel,
     encoded: EncodedText | None,
     audio: tuple[NDArray[np.float32], int] | None,
@@ -290,15 +286,26 @@ def prepare_inputs(
     )
 
 
-def run_and_record(
+def record_model_run(
     loaded: LoadedModel,
-    inputs: ModelInputs,
+    encoded: EncodedText | None,
+    audio: tuple[NDArray[np.float32], int] | None = None,
+    *,
+    decoder_text: str | None,
     layers: Sequence[int] | None,
-    show: ShowStep,
-    lang: str,
+    textbook: bool,
     kinds: Sequence[Kind] = (),
-) -> Record:
-    """Run the model, record its heads, and name the tokens of its texts."""
+    show: ShowStep = lambda *_: None,
+    lang: str,
+) -> tuple[ModelInputs, Record]:
+    """Run a model on a text or on audio, and record its heads and the tokens of its texts; see `look`.
+
+    Returns:
+        the inputs of the model, and the record.
+    """
+    # This runs before the text, because it may reject the model.
+    repeated = measure_on_repeated_tokens(loaded, show, lang, kinds) if textbook else {}
+    inputs = _prepare_inputs(loaded, encoded, audio, decoder_text, show, lang)
     with (
         torch.no_grad(),
         observe_texts(loaded, inputs.texts, layers=layers, probes=("pooled_map",), kinds=kinds) as record,
@@ -306,7 +313,8 @@ def run_and_record(
         explain_missing_inputs(loaded),
     ):
         loaded.model(**inputs.arguments)
-    return record
+    add_repeated(record, repeated)
+    return inputs, record
 
 
 @contextmanager
@@ -444,10 +452,7 @@ def check_layers(chosen: Sequence[int] | None, model: DescribedModel) -> None:
         ArgumentError: `chosen` has a number beyond the last layer.
     """
     count = num_layers(model)
-    if count is None:
-        return
-    beyond = [layer for layer in chosen or () if layer >= count]
-    if beyond:
+    if count is not None and (beyond := [layer for layer in chosen or () if layer >= count]):
         raise ArgumentError(
             f"layers contains {beyond[0]}, and the model has {count} layers.", f"Give numbers from 0 to {count - 1}."
         )
