@@ -8,8 +8,9 @@ output. Attention received, maps and norms need a second pass, so they are measu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
+from typing import Any
 
 from torch import Tensor
 
@@ -18,9 +19,14 @@ from multihead.kernels.parts import PART_FAMILIES, PartName, check_part
 from multihead.probes.probe import SHARE_FORMAT, PartValues, Probe, Statistic
 
 
-def _function_of_part(part: PartName) -> Callable[[PartValues], Tensor]:
-    """Return a function that reads one part, for a statistic that equals this part."""
-    return itemgetter(part)
+def _probe_of_single_part(part: PartName, name: str = "", **options: Any) -> Probe:
+    """Return the probe of a statistic that equals one part; by default the statistic has the name of the part."""
+    return Probe(name or str(part), itemgetter(part), {part}, **options)
+
+
+def _share_probe(part: PartName, name: str = "", **options: Any) -> Probe:
+    """Return the probe of a statistic that equals one part, and is shown as a share of a query's weights."""
+    return _probe_of_single_part(part, name, number_format=SHARE_FORMAT, **options)
 
 
 def _effective_keys(parts: PartValues) -> Tensor:
@@ -40,15 +46,12 @@ _OFFSET_SOURCES = {-1: "arXiv:1905.09418, 2209.11895", 1: "arXiv:1906.04341, sec
 
 
 def _offset_mass_probe(offset: int, name: str, label: str, short_label: str = "") -> Probe:
-    part: PartName = ("offset_mass", offset)
     places = {0: "the query's own position", -1: "the position before", 1: "the position after"}
-    return Probe(
+    return _share_probe(
+        ("offset_mass", offset),
         name,
-        _function_of_part(part),
-        {part},
         label=label,
         short_label=short_label,
-        number_format=SHARE_FORMAT,
         source=_OFFSET_SOURCES.get(offset, ""),
         default=offset in _NAMES_BY_OFFSET,
         about=f"p_ij at {places.get(offset, f'position_i {offset:+d}')}",
@@ -57,43 +60,35 @@ def _offset_mass_probe(offset: int, name: str, label: str, short_label: str = ""
 
 
 def _first_keys_mass_probe(count: int, name: str, label: str) -> Probe:
-    part: PartName = ("first_keys_mass", count)
-    return Probe(
+    return _share_probe(
+        ("first_keys_mass", count),
         name,
-        _function_of_part(part),
-        {part},
         label=label,
-        number_format=SHARE_FORMAT,
         source="attention sinks, arXiv:2309.17453",
         default=count == 1,
         about="p_ij at the first key of the text" if count == 1 else f"Σ p_ij over the first {count} keys of the text",
     )
 
 
-def _token_set_mass_probe(name: str, label: str, about: str, tokens: frozenset[int] | None = None) -> Probe:
-    part: PartName = ("tokens_mass", name)
+def _token_set_mass_probe(name: str, tokens: frozenset[int] | None = None) -> Probe:
     special = name == "special"
-    return Probe(
+    return _share_probe(
+        ("tokens_mass", name),
         f"{name}_mass",
-        _function_of_part(part),
-        {part},
-        label=label,
+        label=name.replace("_", " "),
         short_label="spec." if special else "",
-        number_format=SHARE_FORMAT,
         tokens=tokens,
         source="arXiv:1906.04341, section 3.2",
         default=special,
-        about=about,
+        about=f"Σ p_ij over the {'special keys, such as separators' if special else f'keys of the set {name}'}",
     )
 
 
 # The order is that of tables and of the documentation. Default statistics cost next to nothing: the native kernel
 # measures them in one pass, and the mass of the learned sink follows from the logsumexp.
 _BUILT_IN_PROBES = (
-    Probe(
+    _probe_of_single_part(
         "entropy",
-        _function_of_part("entropy"),
-        {"entropy"},
         unit="nats",
         number_format=".2f",
         source="Shannon",
@@ -110,10 +105,8 @@ _BUILT_IN_PROBES = (
         default=True,
         about="exp(H_i): over how many keys a query spreads, as if evenly",
     ),
-    Probe(
+    _probe_of_single_part(
         "mean_distance",
-        _function_of_part("mean_distance"),
-        {"mean_distance"},
         label="distance",
         short_label="dist.",
         unit="tokens",
@@ -122,10 +115,8 @@ _BUILT_IN_PROBES = (
         default=True,
         about="Σ_j p_ij |position_i - j| / Σ_j p_ij",
     ),
-    Probe(
+    _probe_of_single_part(
         "distance_spread",
-        _function_of_part("distance_spread"),
-        {"distance_spread"},
         label="spread",
         unit="tokens",
         number_format=".1f",
@@ -136,34 +127,26 @@ _BUILT_IN_PROBES = (
     _offset_mass_probe(-1, "previous_mass", "previous", "prev."),
     _offset_mass_probe(1, "next_mass", "next"),
     _first_keys_mass_probe(1, "first_mass", "first"),
-    _token_set_mass_probe("special", "special", "Σ p_ij over the special keys, such as separators"),
-    Probe(
+    _token_set_mass_probe("special"),
+    _share_probe(
         "largest_weight",
-        _function_of_part("largest_weight"),
-        {"largest_weight"},
         label="largest",
         short_label="max",
-        number_format=SHARE_FORMAT,
         source='"confidence", arXiv:1905.09418',
         default=True,
         about="max_j p_ij",
     ),
-    Probe(
+    _probe_of_single_part(
         "largest_key",
-        _function_of_part("largest_key"),
-        {"largest_key"},
         number_format=".0f",
         default=True,
         about="the index of the first key that has it; -1 where a query sees no key",
         chance=False,
     ),
-    Probe(
+    _share_probe(
         "sink_mass",
-        _function_of_part("sink_mass"),
-        {"sink_mass"},
         label="learned sink",
         short_label="sink",
-        number_format=SHARE_FORMAT,
         source="GPT-OSS, arXiv:2508.10925",
         default=True,
         about="exp(sink - L_i) = 1 - Σ_j p_ij: the weight that a learned sink takes from the keys",
@@ -178,46 +161,34 @@ _BUILT_IN_PROBES = (
         about="max_j s_ij = L_i + ln max_j p_ij: the largest score before the softmax",
         chance=False,
     ),
-    Probe(
+    _share_probe(
         "duplicate_mass",
-        _function_of_part("duplicate_mass"),
-        {"duplicate_mass"},
         label="duplicate",
-        number_format=SHARE_FORMAT,
         source="arXiv:2211.00593",
         about="Σ p_ij over earlier keys that are the query's own token",
         counted="repeated",
     ),
-    Probe(
+    _share_probe(
         "induction_mass",
-        _function_of_part("induction_mass"),
-        {"induction_mass"},
         label="induction",
-        number_format=SHARE_FORMAT,
         source="prefix matching, arXiv:2209.11895",
         about="Σ p_ij over the keys right after those",
         counted="repeated",
     ),
-    Probe(
+    _probe_of_single_part(
         "contribution",
-        _function_of_part("contribution"),
-        {"contribution"},
         source="arXiv:2004.10102",
         about="Σ_j p_ij ‖W_O^h v_j‖: what the keys contribute before it cancels, in units of the layer's output",
         chance=False,
     ),
-    Probe(
+    _probe_of_single_part(
         "output_norm",
-        _function_of_part("output_norm"),
-        {"output_norm"},
         source="arXiv:2004.10102",
         about="‖Σ_j p_ij W_O^h v_j‖: the norm of what a head adds to the layer's output; at most the contribution",
         chance=False,
     ),
-    Probe(
+    _probe_of_single_part(
         "received",
-        _function_of_part("received"),
-        {"received"},
         unit="queries",
         source="column sums",
         about="Σ_i p_ij; 1 is as much as one query has to give",
@@ -232,12 +203,9 @@ _BUILT_IN_PROBES = (
         about="min(1, Σ_i p_ij): whether a key was attended to at all",
         chance=False,
     ),
-    Probe(
+    _share_probe(
         "pooled_map",
-        _function_of_part("pooled_map"),
-        {"pooled_map"},
         label="map",
-        number_format=SHARE_FORMAT,
         about="the mean of each block over its visible cells, or the largest weight; NaN where no cell is visible",
         chance=False,
     ),
@@ -352,12 +320,9 @@ def tokens_mass(name: str, ids: Iterable[int] | None = None) -> Probe:
         )
     if f"{name}_mass" in PROBES or name.startswith(("offset_", "first_")):
         raise ProbeError(f"{name}_mass is the name of another statistic.", "Give the set another name.")
-    label, about = name.replace("_", " "), f"Σ p_ij over the keys of the set {name}"
-    if ids is None:
-        return _token_set_mass_probe(name, label, about)
-    counted = frozenset(ids)
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in counted):
+    tokens = None if ids is None else frozenset(ids)
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in tokens or ()):
         raise ProbeError(
             f"tokens_mass({name!r}) was given ids that are no integers.", "Give token ids, such as [11, 13]."
         )
-    return _token_set_mass_probe(name, label, about, counted)
+    return _token_set_mass_probe(name, tokens)
