@@ -36,7 +36,7 @@ from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_
 from multihead.kernels.parts import PartName
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.probes import DEFAULT, PROBES, Probe, ProbeContext, first_keys_mass, offset_mass, tokens_mass
-from multihead.probes.statistics import measure_statistics, possible_probes
+from multihead.probes.statistics import complete_statistics, possible_probes, resolve_probes
 
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 9, 3, 64, 2000
 LENGTHS, LONG = (2048, 8192), (8192, 16384, 32768)
@@ -104,7 +104,7 @@ def _share(
     pairs: int,
 ) -> float:
     """Time the statistics of the kernel by how much longer its pass takes, and the others by themselves."""
-    probes = possible_probes(wanted, request, context)
+    probes = possible_probes(resolve_probes(wanted), request, context)
     bounds = bounds_of(request)
     on_the_way = frozenset[PartName]()
     if kernel.refusal(request, bounds) is None:
@@ -119,7 +119,7 @@ def _share(
         return scaled_dot_product_attention(request.q, request.k, request.v, is_causal=True, enable_gqa=True)
 
     def measure() -> object:
-        return measure_statistics(request, attended.logsumexp, left, context, result=attended)
+        return complete_statistics(request, attended.logsumexp, left, context, result=attended)
 
     ratios = []
     for _ in range(pairs + 1):
@@ -151,11 +151,11 @@ def _child(length: int, name: str, *, absent: bool) -> None:
     request, context = layer_of(length)
     small, small_context = layer_of(64)
     logsumexp = torch.full(request.q.shape[:3], 20.0)
-    probes = possible_probes(SETS[name], request, context)
+    probes = possible_probes(resolve_probes(SETS[name]), request, context)
     with torch.no_grad(), left_out(native_kernel=absent):
-        measure_statistics(small, torch.zeros(small.q.shape[:3]), probes, small_context)  # loads libraries
+        complete_statistics(small, torch.zeros(small.q.shape[:3]), probes, small_context)  # loads libraries
         rise = peak(
-            lambda: measure_statistics(
+            lambda: complete_statistics(
                 request, logsumexp, probes, context, result=AttentionResult(torch.empty_like(request.q), logsumexp)
             )
         )

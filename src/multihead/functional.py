@@ -291,7 +291,7 @@ def measure_request(
         first = measuring.FirstPassResult(known, {}, all_rows_regular=False)
     known, parts, all_rows_regular = first
     return measuring.complete_statistics(
-        request, known, probes, context, parts=parts, all_rows_regular=all_rows_regular, has_values=has_values
+        request, known, probes, context, parts=parts, all_rows_regular=all_rows_regular
     )
 
 

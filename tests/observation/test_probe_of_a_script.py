@@ -64,7 +64,7 @@ def test_the_kernel_measures_its_parts_on_the_way(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("The call was measured a second time.")
 
-    monkeypatch.setattr("multihead.probes.statistics.measure_statistics", refuse)
+    monkeypatch.setattr("multihead.probes.statistics.measure_parts", refuse)
     assert set(seen().layers[0].means()) == {"entropy", "self_mass", "other_mass", "largest_position"}
 
 

@@ -15,7 +15,7 @@ from multihead.probes.context import ProbeContext
 from multihead.probes.from_native import measurable_parts, measure
 from multihead.probes.lookups import weight_at_offset, weight_on_first_keys
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.statistics import statistics_of_call
+from multihead.probes.statistics import resolve_probes, statistics_of_call
 from multihead.probes.streaming import STREAMED_PARTS, measure_in_tiles
 from tests.kernel_names import needs_native
 from tests.oracle import pooled
@@ -83,5 +83,7 @@ def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
 def test_the_first_key_of_the_context_replaces_that_of_the_kernel() -> None:
     q = torch.zeros(1, 1, 2, 4)
     ready = AttentionResult(q, torch.full((1, 1, 2), 2.0).log(), {FIRST_KEY_WEIGHT: torch.full((1, 1, 2), 0.5)})
-    found = statistics_of_call(AttentionCall(request_of(q, q, q), ready), ("first_mass",), ProbeContext(first_key=-1))
+    found = statistics_of_call(
+        AttentionCall(request_of(q, q, q), ready), resolve_probes("first_mass"), ProbeContext(first_key=-1)
+    )
     assert found["first_mass"].tolist() == [[[0, 0]]]

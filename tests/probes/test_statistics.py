@@ -28,7 +28,7 @@ from multihead.probes import (
     streaming,
     tokens_mass,
 )
-from multihead.probes.statistics import statistics_of_call
+from multihead.probes.statistics import resolve_probes, statistics_of_call
 from multihead.scores import RelativeBias
 from tests import oracle
 from tests.drawing import Drawn, calls
@@ -346,7 +346,7 @@ def test_what_a_kernel_had_at_hand_is_not_computed_again() -> None:
     q = torch.zeros(1, 1, 2, 4)
     marked = torch.full((1, 1, 2), 3.0)
     call = AttentionCall(request_of(q, q, q), AttentionResult(q, torch.full((1, 1, 2), 2.0).log(), {"entropy": marked}))
-    found = statistics_of_call(call, ("entropy", "effective_keys", "largest_weight"))
+    found = statistics_of_call(call, resolve_probes(("entropy", "effective_keys", "largest_weight")))
     assert found["entropy"] is marked
     assert found["effective_keys"].flatten().tolist() == pytest.approx([math.exp(3), math.exp(3)])
     assert found["largest_weight"].flatten().tolist() == pytest.approx([0.5, 0.5])
@@ -420,7 +420,7 @@ def test_a_call_with_dropout_is_measured_before_it() -> None:
     request = request_of(q, k, v, dropout=0.5)
     attended = AttentionResult(torch.zeros_like(q), (q @ k.mT / 2).logsumexp(-1))
     context = ProbeContext(output_weight=torch.eye(8, dtype=torch.float64))
-    found = statistics_of_call(AttentionCall(request, attended), ("output_norm",), context)["output_norm"]
+    found = statistics_of_call(AttentionCall(request, attended), resolve_probes("output_norm"), context)["output_norm"]
     torch.testing.assert_close(found, ((q @ k.mT / 2).softmax(-1) @ v).norm(dim=-1), atol=1e-12, rtol=0)
 
 

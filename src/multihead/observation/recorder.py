@@ -42,7 +42,6 @@ from multihead.probes.probe import PartValues, Probe, ProbeInput
 from multihead.probes.statistics import (
     drop_position_parts,
     measure_token_parts,
-    possible_probes,
     sink_mass,
     statistic_from_parts,
     statistics_of_call,
@@ -471,8 +470,7 @@ class Recorder:
             result = AttentionResult(attended.output[one, :, rows], attended.logsumexp[one, :, rows])
             context = self._context_of_probes(sample, AttentionCall(part, result), 0, module, first=True)
             context = replace(context, first_key=first_key)
-            chosen = possible_probes(probes, part, context)
-            found.append(statistics_of_call(AttentionCall(part, result), chosen, context))
+            found.append(statistics_of_call(AttentionCall(part, result), probes, context))
         joined = {}
         for key in found[0] if found else ():
             each_chunk = [measured[key][0] for measured in found]
@@ -615,7 +613,7 @@ class Recorder:
         context = self._context_of_probes(sample, call, 0 if is_window else key_start, module, first=first or is_window)
         # In cross-attention tokens of keys are not compared with the token of the query.
         probes = [probe for probe in self.probes if not (sample.cross_attention and probe.parts & TOKEN_MATCH_PARTS)]
-        found = statistics_of_call(call, possible_probes(probes, call.request, context), context)
+        found = statistics_of_call(call, probes, context)
         device = call.request.shape.device if self.keep == "device" else torch.device("cpu")
         request = replace(
             self._request_without_tensors(call.request, device), query_start=int(call.request.query_start)

@@ -94,7 +94,7 @@ def missing_inputs(
     if not probe.needs:
         return ()
     given = _inputs_given(request, context, has_values=has_values)
-    if all(name in context.sets for name in _token_set_names(probe)):
+    if all(part[1] in context.sets for part in probe.parts if part[0] == "tokens_mass" and part[1] != "special"):
         given |= {"sets"}
     return tuple(need for need in _INPUT_ERRORS if need in probe.needs - given)
 
@@ -124,26 +124,10 @@ def _default_for_inputs(given: frozenset[ProbeInput]) -> tuple[Probe, ...]:
 
 
 def possible_probes(
-    wanted: Iterable[ProbeOrName], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
+    probes: Iterable[Probe], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> tuple[Probe, ...]:
     """Return the probes for which a call has all inputs."""
-    return tuple(
-        probe for probe in resolve_probes(wanted) if not missing_inputs(probe, request, context, has_values=has_values)
-    )
-
-
-def check_inputs_given(
-    probes: Iterable[Probe], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
-) -> None:
-    """Check that a call has all inputs of some probes.
-
-    Raises:
-        ProbeError: an input is missing; the error names the input and the argument for it.
-    """
-    for probe in probes:
-        for need in missing_inputs(probe, request, context, has_values=has_values):
-            absent, mend = _INPUT_ERRORS[need]
-            raise ProbeError(f"{probe.name} needs {absent}.", mend)
+    return tuple(probe for probe in probes if not missing_inputs(probe, request, context, has_values=has_values))
 
 
 def choose_probes(
@@ -162,7 +146,10 @@ def choose_probes(
         probes = _default_for_inputs(_inputs_given(request, context, has_values=has_values))
     else:
         probes = resolve_probes(wanted)
-        check_inputs_given(probes, request, context, has_values=has_values)
+        for probe in probes:
+            for need in missing_inputs(probe, request, context, has_values=has_values):
+                absent, mend = _INPUT_ERRORS[need]
+                raise ProbeError(f"{probe.name} needs {absent}.", mend)
     if context is not NO_CONTEXT:
         check_context_fits(context, request.shape)
         if context.output_weight is not None and any("output_weight" in probe.needs for probe in probes):
@@ -248,14 +235,24 @@ def complete_statistics(
     probes: Sequence[Probe],
     context: ProbeContext = NO_CONTEXT,
     *,
-    parts: PartValues,
+    parts: PartValues = MappingProxyType({}),
     all_rows_regular: bool = False,
     result: AttentionResult | None = None,
-    has_values: bool = True,
 ) -> dict[str, Tensor]:
-    """Compute statistics from the parts that a kernel measured, and measure the missing parts.
+    """Compute statistics from the parts that a kernel measured; measure missing parts without storing queries x keys.
 
-    Arguments and results are as in `measure_statistics`; `all_rows_regular` is as in `statistic_from_parts`.
+    Args:
+        request: the call; no gradients are computed.
+        logsumexp: (batch, heads, queries), nats, in float32 or float64.
+        probes: probes for which the call has all inputs.
+        context: inputs of the probes besides q and k.
+        parts: parts that have already been measured.
+        all_rows_regular: as in `statistic_from_parts`.
+        result: the result of the call; None if unknown.
+
+    Returns:
+        name -> tensor (batch, heads, ...). A query with NaN has the statistic NaN (-1 for `largest_key`), and adds 0 to
+        `received` and to the map.
     """
     ready: dict[str, Tensor] = {}
     for probe in probes:
@@ -268,52 +265,18 @@ def complete_statistics(
     if len(ready) == len(probes):
         return ready
     left = [probe for probe in probes if probe.name not in ready]
-    ready |= measure_statistics(request, logsumexp, left, context, parts=parts, result=result, has_values=has_values)
-    return {probe.name: ready[probe.name] for probe in probes}
-
-
-def measure_statistics(
-    request: AttentionRequest,
-    logsumexp: Tensor,
-    wanted: Iterable[ProbeOrName],
-    context: ProbeContext = NO_CONTEXT,
-    *,
-    parts: PartValues = MappingProxyType({}),
-    result: AttentionResult | None = None,
-    has_values: bool = True,
-) -> dict[str, Tensor]:
-    """Compute statistics without storing queries x keys, in the native kernel if it supports the call.
-
-    Args:
-        request: the call; no gradients are computed.
-        logsumexp: (batch, heads, queries), nats, in float32 or float64.
-        wanted: names of statistics, or probes.
-        context: inputs of the probes besides q and k.
-        parts: parts that have already been measured.
-        result: the result of the call; None if unknown.
-        has_values: whether `request.v` has values; False if it has the keys instead.
-
-    Returns:
-        name -> tensor (batch, heads, ...). A query with NaN has the statistic NaN (-1 for `largest_key`), and adds 0 to
-        `received` and to the map.
-
-    Raises:
-        ProbeError: a statistic is unknown, an input of a probe is missing, or the context does not fit the call.
-    """
-    probes = choose_probes(wanted, request, context, has_values=has_values)
     with torch.no_grad(), without_autocast(request.shape.device):
         call = MeasuredCall.from_request(request, logsumexp, context, result=result)
-        requested_statistics = parts_of_probes(probes)
-        all_parts = {part: parts[part] for part in requested_statistics & parts.keys()}
-        all_parts |= measure_parts(call, requested_statistics - all_parts.keys(), _key_sets_of_parts(call, probes))
+        requested_parts = parts_of_probes(left)
+        all_parts = {part: parts[part] for part in requested_parts & parts.keys()}
+        all_parts |= measure_parts(call, requested_parts - all_parts.keys(), _key_sets_of_parts(call, left))
         empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
-        found = {}
-        for probe in probes:
+        for probe in left:
             value = _apply_probe(probe, all_parts)
             if value.is_floating_point():
                 value = value.to(working_dtype(request.shape.dtype))
-            found[probe.name] = set_empty_and_bad_queries(value, empty, bad) if probe.axes == "queries" else value
-    return found
+            ready[probe.name] = set_empty_and_bad_queries(value, empty, bad) if probe.axes == "queries" else value
+    return {probe.name: ready[probe.name] for probe in probes}
 
 
 def statistic_from_parts(
@@ -393,16 +356,15 @@ def measure_parts(
                 found[part] = lookups.weight_at_offset(call, offset)
             case ("first_keys_mass", int(count)):
                 found[part] = lookups.weight_on_first_keys(call, count)
-    if "sink_mass" in parts and call.request.sinks is not None:
-        found["sink_mass"] = sink_mass(call.logsumexp_without_base, call.request.sinks)
-    if "logsumexp" in parts:
-        found["logsumexp"] = call.logsumexp_without_base
-    if "position" in parts:
-        found["position"] = (
-            (call.positions[:, None] + call.context.key_start).to(call.logsumexp).expand_as(call.logsumexp)
-        )
-    if "output_norm" in parts and call.context.output_weight is not None:
-        found["output_norm"] = weighted_values.output_norms(call, call.context.output_weight)
+            case "sink_mass" if call.request.sinks is not None:
+                found[part] = sink_mass(call.logsumexp_without_base, call.request.sinks)
+            case "logsumexp":
+                found[part] = call.logsumexp_without_base
+            case "position":
+                positions = call.positions[:, None] + call.context.key_start
+                found[part] = positions.to(call.logsumexp).expand_as(call.logsumexp)
+            case "output_norm" if call.context.output_weight is not None:
+                found[part] = weighted_values.output_norms(call, call.context.output_weight)
     repeated = parts & {"duplicate_mass", "induction_mass"}
     if repeated and repeats.supports_call(call):
         found |= repeats.measure_repeats(call, repeated)
@@ -441,11 +403,6 @@ def _key_sets_of_parts(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part
                     if part not in found:
                         found[part] = call.keys_of_set(name, probe.tokens)
     return found
-
-
-def _token_set_names(probe: Probe) -> list[str]:
-    """Return the names of the sets of keys that a probe needs from the context."""
-    return [str(part[1]) for part in probe.parts if part[0] == "tokens_mass" and part[1] != "special"]
 
 
 def _measure_over_all_keys(
@@ -500,27 +457,19 @@ def measure_token_parts(
     measured = MeasuredCall.from_request(request, logsumexp, ProbeContext(special_keys=special_keys))
     if not from_native.supports_call(measured.request, measured.bounds):
         return None
-    found: dict[PartName, Tensor] = {}
-    if SPECIAL_KEYS_WEIGHT in parts and special_keys is not None:
-        if lookups.is_small_set(special_keys):  # the usual case; a pass over all keys is many times slower
-            found[SPECIAL_KEYS_WEIGHT] = lookups.weight_on_set(measured, special_keys)
-        else:
-            found |= from_native.measure(measured, [SPECIAL_KEYS_WEIGHT])
-    if "sink_mass" in parts and request.sinks is not None:
-        found["sink_mass"] = sink_mass(measured.logsumexp_without_base, request.sinks)
-    if "logsumexp" in parts:
-        found["logsumexp"] = measured.logsumexp_without_base.to(logsumexp.dtype)
+    found = measure_parts(measured, parts, {} if special_keys is None else {SPECIAL_KEYS_WEIGHT: special_keys})
     # Queries without keys or with NaN are set as the kernel sets them in the parts that it measures.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
-    return {part: set_empty_and_bad_queries(value, empty, bad) for part, value in found.items()}
+    return {part: set_empty_and_bad_queries(value.to(logsumexp.dtype), empty, bad) for part, value in found.items()}
 
 
 def statistics_of_call(
-    call: AttentionCall, wanted: Iterable[ProbeOrName], context: ProbeContext = NO_CONTEXT
+    call: AttentionCall, probes: Iterable[Probe], context: ProbeContext = NO_CONTEXT
 ) -> dict[str, Tensor]:
     """Return statistics of a call that has run, from the parts that its kernel measured; measure the other parts.
 
-    Arguments and results are as in `measure_statistics`.
+    Probes for which the call lacks an input are left out; the other arguments and results are as in
+    `complete_statistics`.
     """
     request, attended = call.request, call.result
     # The kernel used the first key that any query sees; the context may have an earlier first key.
@@ -529,5 +478,5 @@ def statistics_of_call(
         for part, value in attended.statistics.items()
         if context.first_key is None or part != FIRST_KEY_WEIGHT
     }
-    probes = choose_probes(wanted, request, context)
-    return complete_statistics(request, attended.logsumexp.detach(), probes, context, parts=parts, result=attended)
+    possible = possible_probes(probes, request, context)
+    return complete_statistics(request, attended.logsumexp.detach(), possible, context, parts=parts, result=attended)
