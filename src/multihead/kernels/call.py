@@ -161,6 +161,12 @@ class AttentionRequest:
         )
 
     @property
+    def known_origin(self) -> CallOrigin:
+        """The origin of the call, which every call that a listener or a change of heads receives from a layer has."""
+        assert self.origin is not None
+        return self.origin
+
+    @property
     def packed_lengths(self) -> Tensor | None:
         """(samples,), tokens per sample if the samples are packed into one row of the batch; else None."""
         return None if self.origin is None else self.origin.packed_lengths

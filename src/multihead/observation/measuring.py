@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from multihead.errors import ModelError
 from multihead.functional import attend
-from multihead.kernels.call import AttentionCall
+from multihead.kernels.call import AttentionCall, AttentionRequest
 from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT, SPECIAL_KEYS_WEIGHT
 from multihead.kernels.parts import PartName
 from multihead.observation.output_projection import output_weight
@@ -58,6 +58,10 @@ class StatisticsMeasurer:
         """Names of the inputs that any of the probes needs besides q and k, such as "ids"."""
         return frozenset[str]().union(*(probe.needs for probe in self.probes))
 
+    def module_name(self, request: AttentionRequest) -> str:
+        """Return the name of the module that makes a call."""
+        return self.names[id(request.known_origin.layer)]
+
     def probe_context(
         self,
         layer: nn.Module,
@@ -99,7 +103,7 @@ class StatisticsMeasurer:
         )
 
     def measure_whole_batch(
-        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds, layer: nn.Module
+        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds
     ) -> dict[str, MeasuredStatistic]:
         """Measure all texts of a call at once; return statistic -> its values, and the queries to average over.
 
@@ -107,14 +111,13 @@ class StatisticsMeasurer:
             call: a call whose queries and keys are the tokens of whole texts, one per row or packed.
             sample_spans: the positions of the texts in the batch.
             ids: the token ids of the texts.
-            layer: module that made the call.
         """
         request, shape, logsumexp = call.request, call.request.shape, call.result.logsumexp.detach()
         read = ids.key_ids(request)
         if ids.cross_attention or read is None:
             raise ModelError(
-                f"{self.names[id(layer)]} attends from {shape.query_length} queries to {shape.key_length} keys, which "
-                "are not the tokens of the texts.",
+                f"{self.module_name(request)} attends from {shape.query_length} queries to {shape.key_length} keys, "
+                "which are not the tokens of the texts.",
                 "Give a model whose layers read each token of a text once, or choose other layers.",
             )
         real, positions, num_keys = sample_spans.query_properties
@@ -125,7 +128,7 @@ class StatisticsMeasurer:
                 sample_spans.span_ends[2] - sample_spans.span_ends[1]
             )[None]
         distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts must not match
-        context = self.probe_context(layer, shape, read, distinct=distinct)
+        context = self.probe_context(request.known_origin.layer, shape, read, distinct=distinct)
         probes, parts = possible_probes(self.probes, request, context), call.result.statistics
         if sample_spans.packed:
             missing = parts_of_probes(probes) - parts.keys()
@@ -148,7 +151,7 @@ class StatisticsMeasurer:
         }
 
     def measure_chance_levels(
-        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds, layer: nn.Module
+        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds
     ) -> dict[str, Tensor]:
         """Measure the chance level of each probe, its value for weights spread evenly over the visible keys.
 
@@ -163,7 +166,7 @@ class StatisticsMeasurer:
         wanted = parts_of_probes(each for each in probes if not each.needs)
         request = replace(request, origin=call.request.origin, requested_statistics=wanted)
         spread = AttentionCall(request, attend(request, published=False))
-        found = replace(self, probes=probes).measure_whole_batch(spread, sample_spans, ids, layer)
+        found = replace(self, probes=probes).measure_whole_batch(spread, sample_spans, ids)
         return {name: each.values for name, each in found.items()}
 
 

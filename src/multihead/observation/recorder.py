@@ -40,10 +40,12 @@ from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
 from multihead.probes.probe import PartValues, Probe, ProbeInput
 from multihead.probes.statistics import (
+    complete_statistics,
     drop_position_parts,
     measure_token_parts,
+    parts_of_probes,
+    possible_probes,
     sink_mass,
-    statistic_from_parts,
     statistics_of_call,
 )
 from multihead.record.analysis.chance import content_key, visibility_key
@@ -107,14 +109,13 @@ class _PreviousCall:
     def from_call(call: AttentionCall, offset: int | Tensor, *, cross_attention: bool) -> _PreviousCall:
         """Create the state after a call whose first key has the position `offset` in the sequence."""
         request, shape = call.request, call.request.shape
-        if request.position_in_sequence is not None:
-            return _PreviousCall(shape.batch, 0, shape.key_length, None, cross_attention)
-        start = 0 if isinstance(request.query_start, Tensor) else request.query_start
-        stop = int(offset) + start + shape.query_length
-        if not shape.key_length or request.packed_lengths is not None:  # no call continues packed samples
-            return _PreviousCall(shape.batch, stop, shape.key_length, None, cross_attention)
-        last = -1 if cross_attention else min(stop - int(offset), shape.key_length) - 1
-        edge = torch.stack([request.k[:, :, 0], request.k[:, :, last]]).detach()
+        stop, edge = 0, None
+        if request.position_in_sequence is None:
+            start = 0 if isinstance(request.query_start, Tensor) else request.query_start
+            stop = int(offset) + start + shape.query_length
+            if shape.key_length and request.packed_lengths is None:  # no call continues packed samples
+                last = -1 if cross_attention else min(stop - int(offset), shape.key_length) - 1
+                edge = torch.stack([request.k[:, :, 0], request.k[:, :, last]]).detach()
         return _PreviousCall(shape.batch, stop, shape.key_length, edge, cross_attention)
 
 
@@ -143,39 +144,41 @@ class Recorder:
 
     def __post_init__(self) -> None:
         """Set `requested_statistics`, which a kernel may measure while it computes: those that need only q and k."""
-        wanted = frozenset[PartName]()
-        for probe in self.probes:
-            if not probe.needs and probe.axes == "queries":
-                wanted |= probe.parts
-        self.requested_statistics = wanted
-        self._namer = LayerNamer(self.names, self.inputs)
+        self.requested_statistics = parts_of_probes(
+            probe for probe in self.probes if not probe.needs and probe.axes == "queries"
+        )
+        self._namer = LayerNamer(self.measurer.names, self.inputs)
         self._counting_rules = {probe.name: probe.counted for probe in self.probes if probe.name not in PROBES}
-
-    @property
-    def names(self) -> dict[int, str]:
-        """Map id(module) -> name for all modules of the model."""
-        return self.measurer.names
 
     @property
     def probes(self) -> tuple[Probe, ...]:
         """The statistics to measure."""
         return self.measurer.probes
 
+    @property
+    def _keeps_qk(self) -> bool:
+        """Whether q and k are kept, so that tiles of the maps can be computed later."""
+        return self.keep in ("cpu", "device")
+
+    def _device_of_record(self, request: AttentionRequest) -> torch.device:
+        """Return the device on which the tensors of a call are kept."""
+        return request.shape.device if self.keep == "device" else torch.device("cpu")
+
     @torch.no_grad()
     def receive(self, call: AttentionCall) -> None:
         """Add an attention call to the record if a layer of the model made it; called by the kernels."""
         request, caller = call.request, call.request.origin
-        if caller is None or id(caller.layer) not in self.names:
+        if caller is None or id(caller.layer) not in self.measurer.names:
             return
-        module, continued = caller.layer, caller.position_in_sequence
+        continued = caller.position_in_sequence
         if self._namer.begins_pass():
             self._pass_continues_cache, self._newest_sample_spans = False, None
             self._chance_levels.clear()
-        name = self._namer.name_call(request, module)
+        name = self._namer.name_call(request, caller.layer)
         window = self._namer.is_further_window
         keys = huggingface.call_key_positions.get()
         offset: int | Tensor = 0 if keys is None else keys.key_offset  # position of the first key
-        cross_attention = pretrained.is_cross_attention_call(caller, self.names[id(module)])
+        cross_attention = pretrained.is_cross_attention_call(caller, self.measurer.module_name(request))
         if continued is not None:
             offset, cross_attention = continued.key_start, continued.first_query is not None
         text = name, None if continued is None else continued.sequence
@@ -186,10 +189,11 @@ class Recorder:
         ):
             previous = None
         self._pass_continues_cache |= previous is not None and not cross_attention and not window
-        layer = self._record_of_layer(name, module, request)
+        layer = self._record_of_layer(name, request)
+        is_selected = self.layer_filter is None or self.layer_filter.matches(name, layer.number)
         if sequence is not None:
-            if self.layer_filter is None or self.layer_filter.matches(name, layer.number):
-                self._add_queries_of_rank(call, sequence, module, layer)
+            if is_selected:
+                self._add_queries_of_rank(call, sequence, layer)
             return
         if cross_attention and not request.mask.uses_positions:
             # In cross-attention queries are numbered from the start of their own sequence.
@@ -203,10 +207,10 @@ class Recorder:
             state.samples, state.key_starts, state.num_keys = previous.samples, previous.key_starts, previous.num_keys
             state.is_further_window = window
         self._previous_calls[text] = state
-        if self.layer_filter is None or self.layer_filter.matches(name, layer.number):
-            self._add_call(call, module, layer, state, offset)
+        if is_selected:
+            self._add_call(call, layer, state, offset)
 
-    def _record_of_layer(self, name: str, module: nn.Module, request: AttentionRequest) -> LayerRecord:
+    def _record_of_layer(self, name: str, request: AttentionRequest) -> LayerRecord:
         """Return the record of a layer; at the layer's first call, create it."""
         if name not in self._layers:
             summary = (
@@ -214,7 +218,7 @@ class Recorder:
             )
             # Only the processes of an initialised group can split a layer.
             grouped = dist.is_available() and dist.is_initialized()
-            split = _rank_part_of_layer(module, request, sequence_split.active_split) if grouped else None
+            split = _rank_part_of_layer(request, sequence_split.active_split) if grouped else None
             self._layers[name] = LayerRecord(
                 name, running_summary=summary, number=self._namer.numbers[name], split=split
             )
@@ -243,24 +247,17 @@ class Recorder:
             return False
         return torch.equal(request.k[:, :, index], previous.edge_keys[1])
 
-    def _add_call(
-        self,
-        call: AttentionCall,
-        module: nn.Module,
-        layer: LayerRecord,
-        state: _PreviousCall,
-        offset: int | Tensor,
-    ) -> None:
+    def _add_call(self, call: AttentionCall, layer: LayerRecord, state: _PreviousCall, offset: int | Tensor) -> None:
         """Measure a call, all samples at once if possible, and add it to the record."""
-        request, name = call.request, self.names[id(module)]
-        sample_spans = self._find_samples(request, name)
-        ids = self._ids_of_call(request, name, sample_spans, cross_attention=state.cross_attention)
-        windows = 1 if state.cross_attention else self._windows_per_sample(request, name)
-        if layer.running_summary is not None and layer.running_summary.takes_batches:
-            measured = self.measurer.measure_whole_batch(call, sample_spans, ids, module)
-            levels = self._measure_chance_levels(call, sample_spans, ids, module)
+        request, summary = call.request, layer.running_summary
+        sample_spans = self._find_samples(request)
+        ids = self._ids_of_call(request, sample_spans, cross_attention=state.cross_attention)
+        windows = 1 if state.cross_attention else self._windows_per_sample(request)
+        if summary is not None and summary.takes_batches:
+            measured = self.measurer.measure_whole_batch(call, sample_spans, ids)
+            levels = self._measure_chance_levels(call, sample_spans, ids)
             measured = {name: each._replace(chance=levels.get(name)) for name, each in measured.items()}
-            layer.running_summary.add(measured, samples=len(sample_spans.spans))
+            summary.add(measured, samples=len(sample_spans.spans))
             self.record.add(layer, ())
             return
         first = state.key_starts is None
@@ -269,7 +266,7 @@ class Recorder:
             own_offset = offset.clone() if isinstance(offset, Tensor) else offset
             state.key_starts = cache(partial(sample_spans.key_starts, own_offset))
         starts = _make_key_starts(sample_spans, state, windows, offset)
-        if first and self._add_batch(call, layer, state, sample_spans, ids, module, windows):
+        if first and self._add_first_call(call, layer, state, sample_spans, ids, windows):
             return
         samples = state.samples()
         state.samples = lambda: samples
@@ -283,11 +280,13 @@ class Recorder:
                 alone, start = restore_dropped_keys(alone, start)
             if sample_spans.real_queries is not None:
                 alone = hide_padding_queries(alone, sample_spans.real_queries[span.sample, slice(*span.queries)])
-            self._add_sample(layer, sample, alone, start, module, first=first, is_window=is_window)
+            self._add_sample(
+                layer, sample, alone, start, caller=request.known_origin.layer, first=first, is_window=is_window
+            )
             self.record.add(layer, [sample])  # one call
 
     def _measure_chance_levels(
-        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds, module: nn.Module
+        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds
     ) -> dict[str, Tensor]:
         """Return the chance levels of a call, cached per forward pass for layers with the same visible keys."""
         request = call.request
@@ -298,83 +297,85 @@ class Recorder:
         )
         key = (sizes, *where, *visibility_key(request))
         if key not in self._chance_levels:
-            self._chance_levels[key] = self.measurer.measure_chance_levels(call, sample_spans, ids, module)
+            self._chance_levels[key] = self.measurer.measure_chance_levels(call, sample_spans, ids)
         return self._chance_levels[key]
 
-    def _add_batch(
+    def _add_first_call(
         self,
         call: AttentionCall,
         layer: LayerRecord,
         state: _PreviousCall,
         sample_spans: SampleSpans,
         ids: CallTokenIds,
-        module: nn.Module,
         windows: int,
     ) -> bool:
         """Create the samples of a call; return True if the whole batch could be measured and recorded at once."""
+        summary = layer.running_summary
         new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
         parts = self._parts_of_batch(call, sample_spans, ids)
-        if parts is not None:
-            batch = self._record_batch(call, sample_spans, parts, ids, self.names[id(module)], new_sample)
-            batch.windows = windows
-            if layer.running_summary is None:
-                state.samples = lambda: batch.samples
-                self.record.add_batch(layer, batch)
-            else:
-                layer.running_summary.add(batch.measured(), samples=batch.num_samples)
-                state.samples = lambda: new_samples(new_sample, sample_spans, ids)[::windows]
-                self.record.add(layer, ())
-            return True
-        samples = new_samples(new_sample, sample_spans, ids)[::windows]
-        if self.keep in ("cpu", "device"):
-            for sample in samples:
-                sample.q, sample.k = ChunkedRows(2), ChunkedRows(2)
-        if layer.running_summary is None:
-            layer.samples.extend(samples)
-        state.samples = lambda: samples
-        return False
+        if parts is None:
+            samples = new_samples(new_sample, sample_spans, ids)[::windows]
+            if self._keeps_qk:
+                for sample in samples:
+                    sample.q, sample.k = ChunkedRows(2), ChunkedRows(2)
+            if summary is None:
+                layer.samples.extend(samples)
+            state.samples = lambda: samples
+            return False
+        request, logsumexp = call.request, call.result.logsumexp.detach()
+        device = self._device_of_record(request)
+        if request.shape.device.type != "cpu":
+            parts = {part: value.cpu() for part, value in parts.items()}
+        shared = device == sample_spans.request.shape.device and request.sinks is None and request.bias is None
+        bare = sample_spans.request if shared else self._request_without_tensors(request, device)
+        batch = RecordedBatch(
+            new_sample, sample_spans, bare, logsumexp.to(device), parts, ids, self.probes, windows=windows
+        )
+        if self.record.statistics:  # a user-defined function may raise an error, so it runs now
+            batch.statistics  # noqa: B018
+        if self._keeps_qk:
+            fresh = request.origin is not None and request.origin.qk_computed_for_call
+            batch.q = KeptRows.keep(request.q, lambda: sample_spans.query_rows, device, layer=layer.name, fresh=fresh)
+            batch.k = KeptRows.keep(request.k, lambda: sample_spans.key_rows, device, layer=layer.name, fresh=fresh)
+        # Tensors in the caller's mask may change later, so they are sliced now; lengths of packed samples were copied.
+        if request.mask.holds_tensors and not (
+            sample_spans.packed and not request.mask.without_documents().holds_tensors
+        ):
+            batch.slice_requests()
+        if summary is None:
+            state.samples = lambda: batch.samples
+            self.record.add_batch(layer, batch)
+        else:
+            summary.add(batch.measured(), samples=batch.num_samples)
+            state.samples = lambda: new_samples(new_sample, sample_spans, ids)[::windows]
+            self.record.add(layer, ())
+        return True
 
-    def _windows_per_sample(self, request: AttentionRequest, name: str) -> int:
+    def _windows_per_sample(self, request: AttentionRequest) -> int:
         """Return how many consecutive rows of a call's batch are windows of one sample."""
         one_each = request.packed_lengths is not None or request.position_in_sequence is not None
-        return 1 if one_each else self.inputs.rows_per_sample(name, request.shape.batch)
+        return 1 if one_each else self.inputs.rows_per_sample(self.measurer.module_name(request), request.shape.batch)
 
-    def _add_queries_of_rank(
-        self, call: AttentionCall, sequence: SequenceSplit, module: nn.Module, layer: LayerRecord
-    ) -> None:
+    def _add_queries_of_rank(self, call: AttentionCall, sequence: SequenceSplit, layer: LayerRecord) -> None:
         """Add the queries of this rank for a sequence that is split over ranks; each call creates new samples."""
-        request, attended, name = call.request, call.result, self.names[id(module)]
-        device = request.shape.device if self.keep == "device" else torch.device("cpu")
+        request, result = call.request, call.result
+        device = self._device_of_record(request)
         length = sequence.whole_shape(request.shape).query_length
         bare = self._request_without_tensors(request, device)
         bare = replace(bare, shape=bare.shape._replace(query_length=length, key_length=length))
-        if self._newest_sample_spans is None or not self._newest_sample_spans.fits_call(bare, None, None):
-            self._newest_sample_spans = SampleSpans(bare)
-        sample_spans = self._newest_sample_spans
-        # `bare` may lack the bias, which the statistics need.
-        whole = replace(request, shape=bare.shape._replace(device=request.shape.device), origin=None)
-        ids = CallTokenIds(
-            self._ids_of_whole_sequence(request, sequence, name),
-            None,
-            cross_attention=False,
-            packed=False,
-            query_start=0,
-        )
-        parts = dict(attended.statistics)
+        sample_spans = self._shared_spans(bare)
+        own_ids = self._ids_of_whole_sequence(request, sequence)
+        ids = CallTokenIds(own_ids, None, cross_attention=False, packed=False, query_start=0)
+        parts = dict(shift_all_key_indices(result.statistics, sample_spans))
         if request.sinks is not None:
-            parts["sink_mass"] = sink_mass(attended.logsumexp.detach(), request.sinks)
+            parts["sink_mass"] = sink_mass(result.logsumexp.detach(), request.sinks)
         left_out = sample_spans.unsliceable_parts
-        shared = shift_all_key_indices(parts, sample_spans)
-        ready = [
-            probe
-            for probe in self.probes
-            if left_out is not None and probe.parts <= shared.keys() and not probe.parts & left_out
-        ]
-        statistics = {probe.name: statistic_from_parts(probe, shared, attended.logsumexp.detach()) for probe in ready}
-        others = self._with_received_probe([probe for probe in self.probes if probe not in ready])
-        if others:
+        parts = {part: value for part, value in parts.items() if left_out is not None and part not in left_out}
+        probes = self._probes_of_rank()
+        whole = replace(request, shape=bare.shape._replace(device=request.shape.device))
+        if parts_of_probes(probes) - parts.keys():
             keys = sequence.gather_tokens(request.k, 2)
-            values = sequence.gather_tokens(request.v, 2) if any("values" in probe.needs for probe in others) else keys
+            values = sequence.gather_tokens(request.v, 2) if any("values" in probe.needs for probe in probes) else keys
             whole = replace(whole, k=keys, v=values)
         samples = []
         for index, span in enumerate(sample_spans.spans):
@@ -389,27 +390,14 @@ class Recorder:
                 )
             ids.append_to_sample(sample, span, index, -span.keys[0])
             sample.segments = [Segment(replace(slice_request(bare, span, packed=False), sinks=bare.sinks))]
-            rows = [slice(*each.indices_on_rank) for each in queries]
+            rows, columns = ([slice(*each.indices_on_rank) for each in tokens] for tokens in (queries, own_keys))
             sample.calls = [((0, sample.num_queries), (0, span.keys[1] - span.keys[0]))]
-            sample.logsumexp.add(_slice_rows(attended.logsumexp, span, rows).to(device))
-            found = {key: _slice_rows(value, span, rows)[0].cpu() for key, value in statistics.items()}
-            if others:
-                more = self._measure_with_all_keys(
-                    AttentionCall(whole, attended), span, queries, sample, module, others
-                )
-                found |= {key: value.cpu() for key, value in more.items()}
-            in_order = (*(probe.name for probe in self.probes), *found)  # the order of a record of one process
-            sample.set_statistics({key: found[key] for key in in_order if key in found})
-            if self.keep in ("cpu", "device"):
+            sample.logsumexp.add(_slice_rows(result.logsumexp, span, rows).to(device))
+            attended = AttentionCall(whole, replace(result, statistics=parts))
+            sample.set_statistics(self._measure_queries_of_rank(attended, span, queries, sample, probes))
+            if self._keeps_qk:
                 sample.q = ChunkedRows(2, [copy_contiguous(_slice_rows(request.q, span, rows), device)])
-                sample.k = ChunkedRows(
-                    2,
-                    [
-                        copy_contiguous(
-                            _slice_rows(request.k, span, [slice(*each.indices_on_rank) for each in own_keys]), device
-                        )
-                    ],
-                )
+                sample.k = ChunkedRows(2, [copy_contiguous(_slice_rows(request.k, span, columns), device)])
             samples.append(sample)
         if layer.running_summary is None:
             layer.samples.extend(samples)
@@ -418,8 +406,9 @@ class Recorder:
                 layer.running_summary.add(sample.measured(), samples=1)
         self.record.add(layer, samples)
 
-    def _ids_of_whole_sequence(self, request: AttentionRequest, sequence: SequenceSplit, name: str) -> Tensor | None:
+    def _ids_of_whole_sequence(self, request: AttentionRequest, sequence: SequenceSplit) -> Tensor | None:
         """Return the token ids of all ranks, (batch, tokens) int64, gathered once per input; None if unknown."""
+        name = self.measurer.module_name(request)
         own = self.inputs.inputs_of_queries(name).ids if self.inputs.received_ids else None
         if own is None or own.shape != (request.shape.batch, request.shape.query_length):
             return None
@@ -427,33 +416,31 @@ class Recorder:
             self._gathered_ids = own, sequence.gather_tokens(own.to(request.shape.device), 1).cpu()
         return self._gathered_ids[1]
 
-    @staticmethod
-    def _with_received_probe(probes: list[Probe]) -> list[Probe]:
-        """Add "received" to the probes to measure with the keys of all ranks if a probe is computed from it."""
-        if any("pooled_map" in probe.parts for probe in probes):
+    def _probes_of_rank(self) -> tuple[Probe, ...]:
+        """Return the probes to measure for the queries of this rank, with "received" if a probe is computed from it."""
+        parts = parts_of_probes(self.probes)
+        if "pooled_map" in parts:
             raise ProbeError(
                 "pooled_map needs the whole attention map, and this rank has only some of the queries.",
                 "Leave it out, join the records with seen.reduce(group), and call seen.layers[0].map().",
             )
-        if any("received" in probe.parts for probe in probes) and PROBES["received"] not in probes:
-            return [*probes, PROBES["received"]]
-        return probes
+        more = [PROBES["received"]] if "received" in parts and PROBES["received"] not in self.probes else []
+        return (*self.probes, *more)
 
-    def _measure_with_all_keys(
+    def _measure_queries_of_rank(
         self,
         call: AttentionCall,
         span: SampleSpan,
         queries: list[_TokensOnRank],
         sample: SampleRecord,
-        module: nn.Module,
-        probes: list[Probe],
+        probes: tuple[Probe, ...],
     ) -> dict[str, Tensor]:
-        """Measure a sample's queries of this rank in a call that has the keys and values of all ranks.
+        """Measure a sample's queries of this rank, in a call that has the keys and values of all ranks.
 
         Returns:
             statistic -> (heads, queries of this rank); for statistics per key (heads, keys), summed over these queries.
         """
-        request, attended = call.request, call.result
+        request, result = call.request, call.result
         one, columns = slice(span.sample, span.sample + 1), slice(*span.keys)
         of_span = slice_request(request, span, packed=False)
         first_key = first_key_of_samples(of_span, bounds_of(of_span))
@@ -467,19 +454,26 @@ class Recorder:
                 k=request.k[one, :, columns],
                 v=request.v[one, :, columns],
             )
-            result = AttentionResult(attended.output[one, :, rows], attended.logsumexp[one, :, rows])
-            context = self._context_of_probes(sample, AttentionCall(part, result), 0, module, first=True)
+            own = AttentionResult(
+                result.output[one, :, rows],
+                result.logsumexp[one, :, rows].detach(),
+                {name: value[one, :, rows] for name, value in result.statistics.items()},
+            )
+            context = self._context_of_probes(
+                sample, AttentionCall(part, own), 0, request.known_origin.layer, first=True
+            )
             context = replace(context, first_key=first_key)
-            found.append(statistics_of_call(AttentionCall(part, result), probes, context))
+            possible = possible_probes(probes, part, context)
+            found.append(complete_statistics(part, own.logsumexp, possible, context, parts=own.statistics, result=own))
         joined = {}
-        for key in found[0] if found else ():
-            each_chunk = [measured[key][0] for measured in found]
-            joined[key] = torch.stack(each_chunk).sum(0) if key in STATISTICS_PER_KEY else torch.cat(each_chunk, 1)
+        for name in found[0]:
+            chunks = [measured[name][0].cpu() for measured in found]
+            joined[name] = torch.stack(chunks).sum(0) if name in STATISTICS_PER_KEY else torch.cat(chunks, 1)
         if "coverage" in joined:
             joined["coverage"] = joined["received"].clamp(max=1)
         return joined
 
-    def _find_samples(self, request: AttentionRequest, name: str) -> SampleSpans:
+    def _find_samples(self, request: AttentionRequest) -> SampleSpans:
         """Find the spans of the samples in a call; reuse the spans of the previous call if they are equal."""
         keys, real, padding = huggingface.call_key_positions.get(), None, None
         if request.position_in_sequence is not None and request.position_in_sequence.lengths is not None:
@@ -491,8 +485,20 @@ class Recorder:
                 padding = real
         elif keys is not None:
             padding = keys.padding
-            before = self.inputs.tokens_until_query(name, request, keys.key_offset)
+            before = self.inputs.tokens_until_query(self.measurer.module_name(request), request, keys.key_offset)
             real = None if before is None else before[:, before.shape[1] - request.shape.query_length :]
+        return self._shared_spans(request, real, padding)
+
+    def _shared_spans(
+        self, request: AttentionRequest, real: Tensor | None = None, padding: Tensor | None = None
+    ) -> SampleSpans:
+        """Return the spans of the newest call if they are valid for this call, else the spans of this call.
+
+        Args:
+            request: the call.
+            real: (batch, queries) bool, False for padding; None if unknown.
+            padding: (batch, keys) bool, False for padding; None if unknown.
+        """
         if self._newest_sample_spans is None or not self._newest_sample_spans.fits_call(request, real, padding):
             packed = request.packed_lengths
             own_packed = None if packed is None else packed.clone()  # the caller may change the tensor later
@@ -502,10 +508,11 @@ class Recorder:
         return self._newest_sample_spans
 
     def _ids_of_call(
-        self, request: AttentionRequest, name: str, sample_spans: SampleSpans, *, cross_attention: bool
+        self, request: AttentionRequest, sample_spans: SampleSpans, *, cross_attention: bool
     ) -> CallTokenIds:
         """Return the token ids of a call, from inputs that fit its shape and belong to the model around its layer."""
         shape, continued, packed = request.shape, request.position_in_sequence, request.packed_lengths
+        name = self.measurer.module_name(request)
         image = None if cross_attention or packed is not None else self._image_of_layer(name)
         if image is not None and not image.length == shape.query_length == shape.key_length:
             image = None  # a layer that attends within windows, or an image of another size
@@ -551,13 +558,14 @@ class Recorder:
             known.add("sinks")
         if ids.queries is not None or ids.keys is not None:
             known |= {"ids", "special_keys"} if self.measurer.special_ids else {"ids"}
-        wanted = frozenset[PartName]()
-        for probe in self.probes:
-            if probe.needs <= known and not (ids.cross_attention and probe.parts & TOKEN_MATCH_PARTS):
-                wanted |= probe.parts
-        if wanted & left_out:
+        parts = parts_of_probes(
+            probe
+            for probe in self.probes
+            if probe.needs <= known and not (ids.cross_attention and probe.parts & TOKEN_MATCH_PARTS)
+        )
+        if parts & left_out:
             return None
-        missing = wanted - measured.keys()
+        missing = parts - measured.keys()
         if missing:
             more = measure_token_parts(call, missing, ids.special_keys(call.request, self.measurer.special_ids))
             if more is None:
@@ -565,44 +573,14 @@ class Recorder:
             measured = {**measured, **more}
         return measured
 
-    def _record_batch(
-        self,
-        call: AttentionCall,
-        sample_spans: SampleSpans,
-        parts: PartValues,
-        ids: CallTokenIds,
-        name: str,
-        new_sample: Callable[[], SampleRecord],
-    ) -> RecordedBatch:
-        """Create the record of a batch from a call that is the first call of all its samples."""
-        request, logsumexp = call.request, call.result.logsumexp.detach()
-        device = request.shape.device if self.keep == "device" else torch.device("cpu")
-        if request.shape.device.type != "cpu":
-            parts = {part: value.cpu() for part, value in parts.items()}
-        shared = device == sample_spans.request.shape.device and request.sinks is None and request.bias is None
-        bare = sample_spans.request if shared else self._request_without_tensors(request, device)
-        batch = RecordedBatch(new_sample, sample_spans, bare, logsumexp.to(device), parts, ids, self.probes)
-        if self.record.statistics:  # a user-defined function may raise an error, so it runs now
-            batch.statistics  # noqa: B018
-        if self.keep in ("cpu", "device"):
-            fresh = request.origin is not None and request.origin.qk_computed_for_call
-            batch.q = KeptRows.keep(request.q, lambda: sample_spans.query_rows, device, layer=name, fresh=fresh)
-            batch.k = KeptRows.keep(request.k, lambda: sample_spans.key_rows, device, layer=name, fresh=fresh)
-        # Tensors in the caller's mask may change later, so they are sliced now; lengths of packed samples were copied.
-        if request.mask.holds_tensors and not (
-            sample_spans.packed and not request.mask.without_documents().holds_tensors
-        ):
-            batch.slice_requests()
-        return batch
-
     def _add_sample(
         self,
         layer: LayerRecord,
         sample: SampleRecord,
         call: AttentionCall,
         key_start: int,
-        module: nn.Module,
         *,
+        caller: nn.Module,
         first: bool,
         is_window: bool,
     ) -> None:
@@ -610,11 +588,11 @@ class Recorder:
 
         A further window of a sample (`is_window`) is measured without the keys of earlier windows.
         """
-        context = self._context_of_probes(sample, call, 0 if is_window else key_start, module, first=first or is_window)
+        context = self._context_of_probes(sample, call, 0 if is_window else key_start, caller, first=first or is_window)
         # In cross-attention tokens of keys are not compared with the token of the query.
         probes = [probe for probe in self.probes if not (sample.cross_attention and probe.parts & TOKEN_MATCH_PARTS)]
         found = statistics_of_call(call, probes, context)
-        device = call.request.shape.device if self.keep == "device" else torch.device("cpu")
+        device = self._device_of_record(call.request)
         request = replace(
             self._request_without_tensors(call.request, device), query_start=int(call.request.query_start)
         )
@@ -637,7 +615,7 @@ class Recorder:
 
     def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a copy of a request without q, k, v and the origin, on the device of the record."""
-        bias, keeps = request.bias, self.keep in ("cpu", "device")
+        bias, keeps = request.bias, self._keeps_qk
         if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
             bias = None  # of the bias only hidden keys matter, and it hides none
         nothing, start = torch.empty(0), request.query_start
@@ -660,7 +638,7 @@ class Recorder:
         return partial(SampleRecord, name, size, pool, cross_attention=cross_attention, counted=self._counting_rules)
 
     def _context_of_probes(
-        self, sample: SampleRecord, call: AttentionCall, start: int, module: nn.Module, *, first: bool
+        self, sample: SampleRecord, call: AttentionCall, start: int, caller: nn.Module, *, first: bool
     ) -> ProbeContext:
         """Return the inputs of probes besides q and k, for a call whose first key has the index `start`."""
         shape, read = call.request.shape, sample.growing_key_text.ids
@@ -670,7 +648,7 @@ class Recorder:
         before = read.rows_between(start - 1, start) if ids is not None and read is not None and start else None
         # In a later call the first key that the queries see may not be the sample's first key.
         first_key = None if first else -start
-        return self.measurer.probe_context(module, shape, ids, first_key=first_key, key_start=start, id_before=before)
+        return self.measurer.probe_context(caller, shape, ids, first_key=first_key, key_start=start, id_before=before)
 
     def check_complete(self, model: nn.Module) -> None:
         """Check that every layer that the user selected was recorded.
@@ -753,11 +731,9 @@ def _slice_rows(tensor: Tensor, span: SampleSpan, rows: list[slice]) -> Tensor:
     return torch.cat([one[:, :, each] for each in rows], 2) if rows else one[:, :, :0]
 
 
-def _rank_part_of_layer(
-    module: nn.Module, request: AttentionRequest, sequence: SequenceSplit | None
-) -> LayerPartOfRank | None:
+def _rank_part_of_layer(request: AttentionRequest, sequence: SequenceSplit | None) -> LayerPartOfRank | None:
     """Return which heads and tokens of a layer this process computes; None if it computes all."""
-    held = rank_heads(module, request.shape.head_dim)
+    held = rank_heads(request.known_origin.layer, request.shape.head_dim)
     rank, ranks = (0, 1) if sequence is None else sequence.rank_and_world_size
     if held is None:
         heads, kv_heads = request.shape.num_heads, request.shape.num_kv_heads
