@@ -97,11 +97,10 @@ def rates(*, texts: int, pairs: int, tokens: int) -> None:
     loaded = load(MODEL)
     model: Any = loaded.model
     chosen = texts_of(texts)
-    ids = [
-        np.array(each, np.int64) for each in loaded.tokenizer(chosen, truncation=True, max_length=tokens)["input_ids"]
-    ]
-    rows = list(batches_by_length(ids, range(texts), tokens=DEFAULT_BATCH_TOKENS, packed=True))
-    padded = [TextBatch.pad_texts(ids[first : first + PADDED], range(PADDED)) for first in range(0, texts, PADDED)]
+    tokenized = loaded.tokenizer(chosen, truncation=True, max_length=tokens)["input_ids"]
+    ids = {text: np.array(each, np.int64) for text, each in enumerate(tokenized)}
+    rows = list(batches_by_length(ids, tokens=DEFAULT_BATCH_TOKENS, packed=True))
+    padded = [TextBatch.pad_texts(ids, list(ids)[first : first + PADDED]) for first in range(0, texts, PADDED)]
     special = tuple(loaded.tokenizer.all_special_ids)
     probes = census_probes(None)
 

@@ -15,7 +15,7 @@ HEADS, EXAMPLES = 3, 4
 
 
 def batch_of(texts: list[int], lengths: list[int]) -> TextBatch:
-    return TextBatch.pad_texts([np.arange(length) for length in lengths], texts)
+    return TextBatch.pad_texts({text: np.arange(length) for text, length in zip(texts, lengths, strict=True)}, texts)
 
 
 def sums_of(heads: int, examples: int) -> LayerSums:

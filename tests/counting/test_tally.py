@@ -51,7 +51,7 @@ MODELS = {"bert": bert, "llama": llama, "gpt2, which runs padded": gpt2, "t5": t
 def texts_of(lengths: tuple[int, ...] = LENGTHS) -> TextBatch:
     draw = np.random.default_rng(0)
     ids = [np.concatenate([[1], draw.integers(3, 8, length - 1)]).astype(np.int64) for length in lengths]
-    return TextBatch.pad_texts(ids, range(len(lengths)))
+    return TextBatch.pad_texts(dict(enumerate(ids)), range(len(lengths)))
 
 
 def tallied(model: Any, batch: TextBatch, **options: Any) -> CensusTally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,9 +20,9 @@ class TextBatch:
     Attributes:
         ids: (texts, length) int64, padded on the right with 0.
         lengths: (texts,) int64, tokens of each text.
-        texts: (texts,) int64, index of each text in its shard, ascending.
+        text_indices: (texts,) int64, index of each text in its shard, ascending.
 
-    >>> batch = TextBatch.pad_texts([np.array([7, 8]), np.array([5])], [4, 9])
+    >>> batch = TextBatch.pad_texts({4: np.array([7, 8]), 9: np.array([5])}, [9, 4])
     >>> batch.ids.tolist(), batch.mask.tolist(), batch.text_of_token.tolist(), batch.position_in_text.tolist()
     ([[7, 8], [5, 0]], [[True, True], [True, False]], [4, 4, 9], [0, 1, 0])
     """
@@ -31,12 +32,17 @@ class TextBatch:
     text_indices: Tensor
 
     @staticmethod
-    def pad_texts(ids: Sequence[NDArray[np.int64]], texts: Sequence[int]) -> TextBatch:
-        """Pad the token ids of some texts, each of at least one token."""
-        lengths = torch.tensor([len(each) for each in ids])
-        padded = torch.zeros(len(ids), int(lengths.max()), dtype=torch.int64)
-        padded[torch.arange(padded.shape[1]) < lengths[:, None]] = torch.from_numpy(np.concatenate(ids))
-        return TextBatch(padded, lengths, torch.tensor(texts))
+    def pad_texts(ids: Mapping[int, NDArray[np.int64]], texts: Sequence[int]) -> TextBatch:
+        """Pad the token ids of some texts, each of at least one token.
+
+        Args:
+            ids: index of a text in its shard -> its token ids.
+            texts: the indices of the texts; the batch has them in ascending order, because equal values rank by that.
+        """
+        texts = sorted(texts)
+        sequences = [torch.from_numpy(ids[text]) for text in texts]
+        lengths = torch.tensor([len(each) for each in sequences])
+        return TextBatch(pad_sequence(sequences, batch_first=True), lengths, torch.tensor(texts))
 
     @property
     def num_tokens(self) -> int:
@@ -99,33 +105,22 @@ class CurrentBatch:
     batch: TextBatch = field(init=False)
 
 
-def batches_by_length(
-    ids: Sequence[NDArray[np.int64]], texts: Sequence[int], *, tokens: int, packed: bool
-) -> Iterator[TextBatch]:
+def batches_by_length(ids: Mapping[int, NDArray[np.int64]], *, tokens: int, packed: bool) -> Iterator[TextBatch]:
     """Group texts by length into batches of at most `tokens` tokens; a text with more tokens is a batch by itself.
 
     Args:
-        ids: the token ids of each text, at least one.
-        texts: the index of each text in its shard.
+        ids: index of a text in its shard -> its token ids, at least one, in the order of the shard.
         tokens: largest number of tokens of a batch; padding counts if batches run padded.
         packed: whether the model leaves padding out.
     """
-    lengths = np.array([len(each) for each in ids], np.int64)
     group: list[int] = []
-    total = 0
-    for index in np.argsort(lengths, kind="stable").tolist():
-        length = int(lengths[index])
-        after = total + length if packed else (len(group) + 1) * length
-        if group and after > tokens:
-            yield _batch_in_shard_order(ids, texts, group)
-            group, total = [], 0
-        group.append(index)
-        total += length
+    num_tokens = 0
+    for text in sorted(ids, key=lambda text: len(ids[text])):
+        length = len(ids[text])
+        if group and (num_tokens + length if packed else (len(group) + 1) * length) > tokens:
+            yield TextBatch.pad_texts(ids, group)
+            group, num_tokens = [], 0
+        group.append(text)
+        num_tokens += length
     if group:
-        yield _batch_in_shard_order(ids, texts, group)
-
-
-def _batch_in_shard_order(ids: Sequence[NDArray[np.int64]], texts: Sequence[int], group: list[int]) -> TextBatch:
-    """Return a batch with its texts in the order of the shard, because equal values rank by that order."""
-    group = sorted(group)
-    return TextBatch.pad_texts([ids[index] for index in group], [texts[index] for index in group])
+        yield TextBatch.pad_texts(ids, group)

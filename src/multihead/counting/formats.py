@@ -71,18 +71,15 @@ class Shard(NamedTuple):
         return f"{self.file} {FORMATS[self.kind].start_label.format(self.group)} from {self.start}"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One row of a corpus.
 
     Attributes:
-        index: index of the row in the shard.
         place_in_file: file and row number or byte offset, for messages.
         text: text of the row; None if it cannot be used.
         problem: why the text cannot be used; "" if it can.
     """
 
-    index: int
     place_in_file: str
     text: str | None
     problem: str = ""
@@ -125,7 +122,7 @@ class Format:
     list_parts: Callable[[Shard, int, str], list[FilePart]]
 
 
-class _Compression(NamedTuple):
+class Compression(NamedTuple):
     """A compression format of whole files.
 
     Attributes:
@@ -144,10 +141,10 @@ def _decompress_zstandard(source: BinaryIO) -> Any:
 
 
 _COMPRESSIONS = {
-    ".gz": _Compression(b"\x1f\x8b", gzip.open),
-    ".bz2": _Compression(b"BZh9", bz2.open),
-    ".xz": _Compression(b"\xfd7zXZ\0", lzma.open),
-    ".zst": _Compression(b"\x28\xb5\x2f\xfd", _decompress_zstandard),
+    ".gz": Compression(b"\x1f\x8b", gzip.open),
+    ".bz2": Compression(b"BZh9", bz2.open),
+    ".xz": Compression(b"\xfd7zXZ\0", lzma.open),
+    ".zst": Compression(b"\x28\xb5\x2f\xfd", _decompress_zstandard),
 }
 
 
@@ -158,27 +155,27 @@ def format_of_file(file: str) -> Format:
         InputError: no format has the suffix of the file.
     """
     path = _path_in_archive(file)
-    compressed = compression_of_file(file) is not None
-    suffix = (path.with_suffix("") if compressed else path).suffix.lower()
-    for found in FORMATS.values():
-        if suffix in found.suffixes:
-            if compressed and found.magic:
-                raise InputError(
-                    f"{file} is compressed as a whole, and {found.name} is read from several places.",
-                    f"Decompress it; {found.name} compresses its columns itself.",
-                )
-            return found
-    known = [each for found in FORMATS.values() for each in found.suffixes if each]
-    raise InputError(
-        f"{file} has the suffix {suffix!r}, which no format of texts has.",
-        f"Give files that end in {' '.join(known)}; one with a text in each line may be renamed to .txt.",
-    )
+    compression = compression_of_file(file)
+    suffix = (path if compression is None else path.with_suffix("")).suffix.lower()
+    format_of_suffix = {each: found for found in FORMATS.values() for each in found.suffixes}
+    if suffix not in format_of_suffix:
+        raise InputError(
+            f"{file} has the suffix {suffix!r}, which no format of texts has.",
+            f"Give files that end in {' '.join(filter(None, format_of_suffix))}; one with a text in each line may be "
+            "renamed to .txt.",
+        )
+    found = format_of_suffix[suffix]
+    if compression is not None and found.magic:
+        raise InputError(
+            f"{file} is compressed as a whole, and {found.name} is read from several places.",
+            f"Decompress it; {found.name} compresses its columns itself.",
+        )
+    return found
 
 
-def compression_of_file(file: str) -> str | None:
-    """Return the suffix of a compressed file, ".gz", ".bz2", ".xz" or ".zst"; None for other files."""
-    suffix = _path_in_archive(file).suffix.lower()
-    return suffix if suffix in _COMPRESSIONS else None
+def compression_of_file(file: str) -> Compression | None:
+    """Return the compression of a file as a whole, by its suffix; None if the file is not compressed."""
+    return _COMPRESSIONS.get(_path_in_archive(file).suffix.lower())
 
 
 def _path_in_archive(file: str) -> PurePosixPath:
@@ -219,7 +216,7 @@ def _open_text(file: str) -> Iterator[io.BufferedReader]:
     """Open a text file, decompressed if it is compressed."""
     with _open_file(file) as raw:
         compression = compression_of_file(file)
-        content = raw if compression is None else _COMPRESSIONS[compression].decompress(raw)
+        content = raw if compression is None else compression.decompress(raw)
         with io.BufferedReader(content, _BYTES_PER_READ) as source:
             yield source
 
@@ -264,45 +261,41 @@ def _check_row(row: Row) -> Row:
     if row.text is None:
         return row
     if not row.text.strip():
-        return Row(row.index, row.place_in_file, None, "empty")
+        return row._replace(text=None, problem="empty")
     try:
         row.text.encode("utf-8")
     except UnicodeEncodeError:
-        return Row(row.index, row.place_in_file, None, "half of a surrogate pair, which is no character")
+        return row._replace(text=None, problem="half of a surrogate pair, which is no character")
     return row
 
 
-def _decode_text(index: int, place: str, value: bytes | None) -> Row:
+def _decode_text(place_in_file: str, value: bytes | None) -> Row:
     if value is None:
-        return Row(index, place, None, "no text")
+        return Row(place_in_file, None, "no text")
     try:
-        return Row(index, place, value.decode("utf-8"))
+        return Row(place_in_file, value.decode("utf-8"))
     except UnicodeDecodeError:
-        return Row(index, place, None, "not UTF-8")
+        return Row(place_in_file, None, "not UTF-8")
 
 
 def _read_lines(shard: Shard, column: str) -> Iterator[Row]:
     """Read the lines that begin in the range of a shard."""
     with _open_text(shard.file) as source:
-        place, index = shard.start, 0
-        if place:
-            place -= 1
-            source.seek(place)
-            place += _skip_line(source)  # a line that begins in the previous shard belongs to that shard
+        position = shard.start
+        if position:
+            position -= 1
+            source.seek(position)
+            position += _skip_line(source)  # a line that begins in the previous shard belongs to that shard
         else:
             _check_text(shard.file, source.peek(_BYTES_PER_READ))
-        while shard.stop < 0 or place < shard.stop:
-            line = source.readline(MAX_LINE_BYTES)
-            if not line:
-                return
-            where = f"{shard.file} byte {place}"
-            place += len(line)
+        while (shard.stop < 0 or position < shard.stop) and (line := source.readline(MAX_LINE_BYTES)):
+            place_in_file = f"{shard.file} byte {position}"
+            position += len(line)
             if line.endswith(b"\n") or len(line) < MAX_LINE_BYTES:
-                yield _decode_text(index, where, line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"))
+                yield _decode_text(place_in_file, line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"))
             else:
-                yield Row(index, where, None, f"longer than {MAX_LINE_BYTES} bytes")
-                place += _skip_line(source)
-            index += 1
+                yield Row(place_in_file, None, f"longer than {MAX_LINE_BYTES} bytes")
+                position += _skip_line(source)
 
 
 def _skip_line(source: io.BufferedReader) -> int:
@@ -327,14 +320,14 @@ def _text_of_json_line(row: Row, column: str) -> Row:
     try:
         found = json.loads(row.text)
     except (ValueError, RecursionError):
-        return Row(row.index, row.place_in_file, None, "not JSON")
+        return row._replace(text=None, problem="not JSON")
     if isinstance(found, dict):
         if column not in found:
-            return Row(row.index, row.place_in_file, None, f"no key {column!r}")
+            return row._replace(text=None, problem=f"no key {column!r}")
         found = found[column]
     if not isinstance(found, str):
-        return Row(row.index, row.place_in_file, None, f"{type(found).__name__}, no text")
-    return Row(row.index, row.place_in_file, found)
+        return row._replace(text=None, problem=f"{type(found).__name__}, no text")
+    return row._replace(text=found)
 
 
 def _divide_bytes(whole: Shard, size: int, column: str) -> list[FilePart]:
@@ -367,15 +360,15 @@ def _read_csv(shard: Shard, column: str) -> Iterator[Row]:
                 # As bytes, because one value that is not UTF-8 would make a whole block unreadable.
                 csv.ConvertOptions(include_columns=[column], column_types={column: pa.large_binary()}),
             )
-            number = first = 2  # the first row has the names of the columns
-            for value in (each for batch in batches for each in _column_as_bytes(batch)):
+            number = 2  # the first row has the names of the columns
+            for value in (each for batch in batches for each in _values_as_bytes(batch.column(0))):
                 while broken and broken[0][0] == number:
-                    yield Row(number - first, f"{shard.file} row {number}", None, broken.popleft()[1])
+                    yield Row(f"{shard.file} row {number}", None, broken.popleft()[1])
                     number += 1
-                yield _decode_text(number - first, f"{shard.file} row {number}", value)
+                yield _decode_text(f"{shard.file} row {number}", value.as_py())
                 number += 1
             for number, problem in broken:
-                yield Row(number - first, f"{shard.file} row {number}", None, problem)
+                yield Row(f"{shard.file} row {number}", None, problem)
         except pa.ArrowKeyError:
             with _open_text(shard.file) as again:
                 raise _missing_column_error(shard.file, column, csv.open_csv(again).schema.names) from None
@@ -399,7 +392,6 @@ def _read_parquet(shard: Shard, column: str) -> Iterator[Row]:
     with _open_file(shard.file) as source:
         file = pq.ParquetFile(source, buffer_size=_BYTES_PER_READ, page_checksum_verification=True)
         _check_column(shard.file, column, file.schema_arrow)
-        index = 0
         for group in range(file.num_row_groups) if shard.group < 0 else (shard.group,):
             size, rows = _size_of_column(file.metadata, group, column)
             stop = rows if shard.stop < 0 else shard.stop
@@ -408,9 +400,8 @@ def _read_parquet(shard: Shard, column: str) -> Iterator[Row]:
             for batch in file.iter_batches(at_once, row_groups=[group], columns=[column], use_threads=False):
                 skipped = min(max(shard.start - first, 0), batch.num_rows)
                 chosen = batch.slice(skipped, max(stop - first - skipped, 0))
-                for row, value in enumerate(_column_as_bytes(chosen), first + skipped):
-                    yield _decode_text(index, f"{shard.file} row group {group} row {row}", value)
-                    index += 1
+                for row, value in enumerate(_values_as_bytes(chosen.column(0)), first + skipped):
+                    yield _decode_text(f"{shard.file} row group {group} row {row}", value.as_py())
                 first += batch.num_rows
                 if first >= stop:
                     break
@@ -445,16 +436,14 @@ def _read_arrow(shard: Shard, column: str) -> Iterator[Row]:
         reader = _open_arrow(
             shard.file, source, options=ipc.IpcReadOptions(included_fields=[names.index(column)], use_threads=False)
         )
-        index = 0
         if isinstance(reader, ipc.RecordBatchFileReader):
             stop = reader.num_record_batches if shard.stop < 0 else shard.stop
             batches = (reader.get_batch(number) for number in range(shard.start, stop))
         else:
             batches = reader
         for number, batch in enumerate(batches, shard.start):
-            for row, value in enumerate(_column_as_bytes(batch)):
-                yield _decode_text(index, f"{shard.file} record batch {number} row {row}", value)
-                index += 1
+            for row, value in enumerate(_values_as_bytes(batch.column(0))):
+                yield _decode_text(f"{shard.file} record batch {number} row {row}", value.as_py())
 
 
 def _open_arrow(file: str, source: BinaryIO, **options: Any) -> Any:
@@ -503,18 +492,15 @@ def _missing_column_error(file: str, column: str, names: list[str]) -> InputErro
     return InputError(f"{file} has no column {column!r}.", f"Give one of its columns: {', '.join(names)}.")
 
 
-def _column_as_bytes(batch: Any) -> Iterator[bytes | None]:
-    """Yield the values of a batch with one column as bytes, so that a value that is not UTF-8 affects no others."""
-    for value in _checked_bytes(batch.column(0)):
-        yield value.as_py()
+def _values_as_bytes(values: Any) -> Any:
+    """Return an array of strings as an array of bytes, so that a value that is not UTF-8 affects no others.
 
-
-def _checked_bytes(values: Any) -> Any:
-    """Return an array of strings as an array of bytes; raise an error if it is damaged, because pyarrow would crash."""
+    Raises an error if the array is damaged, because pyarrow would crash when it reads a value.
+    """
     import pyarrow as pa
 
     if pa.types.is_dictionary(values.type):
-        return pa.DictionaryArray.from_arrays(values.indices, _checked_bytes(values.dictionary)).dictionary_decode()
+        return pa.DictionaryArray.from_arrays(values.indices, _values_as_bytes(values.dictionary)).dictionary_decode()
     same_layout = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
     found = values.view(same_layout.get(values.type, values.type))
     found.validate(full=True)

@@ -13,19 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multihead.counting.batches import TextBatch, batches_by_length
-from multihead.counting.formats import Row, rows_of_shard
+from multihead.counting.formats import rows_of_shard
 from multihead.counting.heads_table import build_heads_table, heads_schema, table_to_parquet
 from multihead.counting.plan import Plan
 from multihead.counting.sums import TOKENS_AFTER, TOKENS_BEFORE, LayerSums
 from multihead.counting.tally import CensusTally, replace_attention
-from multihead.files import write_atomically
 from multihead.models.loading import LoadedModel, silence_transformers, tokenize_texts
 from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.probe import Probe
@@ -94,7 +92,9 @@ class ShardCounter:
             OSError, InputError: the texts of the shard cannot be read.
             ModelError: the model has no attention that can be measured.
         """
-        plan, model = self.plan, _model_without_output_layer(self.loaded)
+        plan, encoder_or_model = self.plan, self.loaded.encoder_or_model
+        # The base model has no output layer (language-model head), whose result no attention layer uses.
+        model: Any = getattr(encoder_or_model, "base_model", encoder_or_model)
         counts = ShardCounts()
         chosen = None if plan.layers is None else LayerFilter.from_argument(plan.layers)
         options = self.probes, plan.special_ids, plan.examples, chosen
@@ -110,36 +110,34 @@ class ShardCounter:
                     tally.check_complete()
                 kept |= texts
                 kept = {each: kept[each] for each in sorted(tally.texts_of_examples())}
-        return _shard_as_parquet(tally.layers, _ShardExamples(self, index, kept), counts, plan, index)
-
-    def write_shard(self, folder: Path, index: int, report_batch: ReportBatch = lambda texts, tokens: None) -> None:
-        """Count a shard and write its file, whole or not at all."""
-        write_atomically(self.plan.shard_file(folder, index), self.count_shard(index, report_batch))
+        return _shard_as_parquet(tally.layers, self._tokenize_as_text(kept), counts, plan, index)
 
     def _read_texts(self, index: int, counts: ShardCounts) -> Iterator[tuple[int, str]]:
         """Yield (index, text) for the texts of a shard; count empty, broken and left-out rows in `counts`."""
         plan, most = self.plan, self.plan.tokens * _CHARACTERS_PER_TOKEN
         draw = np.random.default_rng([plan.seed, index])
-        for row in rows_of_shard(plan.shards[index], plan.column):
+        for text, row in enumerate(rows_of_shard(plan.shards[index], plan.column)):
             counts.rows += 1
             if plan.share < 1 and draw.random() >= plan.share:
                 counts.left_out += 1
             elif row.text is not None:
                 counts.truncated += len(row.text) > most
-                yield row.index, row.text[:most]
+                yield text, row.text[:most]
             elif row.problem == "empty":
                 counts.empty += 1
             else:
-                _count_broken_row(counts, row)
+                counts.broken += 1
+                if len(counts.problems) < MAX_NAMED_ROWS:
+                    counts.problems.append(f"{row.place_in_file}: {row.problem}")
 
     def _batches(self, texts: Mapping[int, str], counts: ShardCounts, *, packed: bool) -> Iterator[TextBatch]:
         """Tokenize `texts` (index -> text), and yield batches of them; texts without a token are counted as empty."""
-        ids = dict(zip(texts, self._tokenize(list(texts.values()), counts), strict=True))
-        filled = {place: each for place, each in ids.items() if len(each)}
+        ids = dict(zip(texts, self._tokenize(texts.values(), counts), strict=True))
+        filled = {text: each for text, each in ids.items() if len(each)}
         counts.empty += len(ids) - len(filled)
-        return batches_by_length(list(filled.values()), list(filled), tokens=self.plan.batch_tokens, packed=packed)
+        return batches_by_length(filled, tokens=self.plan.batch_tokens, packed=packed)
 
-    def _tokenize(self, texts: Sequence[str], counts: ShardCounts) -> Iterator[NDArray[np.int64]]:
+    def _tokenize(self, texts: Iterable[str], counts: ShardCounts) -> Iterator[NDArray[np.int64]]:
         """Yield the token ids of each text, (tokens,) int64, truncated to the largest number of tokens of the plan."""
         most, tokenizer = self.plan.tokens, self.loaded.tokenizer
         left = iter(texts)
@@ -148,15 +146,21 @@ class ShardCounter:
                 found = tokenizer(some, truncation=True, max_length=most + 1)["input_ids"]
                 cut = [place for place, ids in enumerate(found) if len(ids) > most]
                 # The tokenizer truncates, so that a truncated text keeps the special token at its end.
-                short = (
-                    tokenizer([some[place] for place in cut], truncation=True, max_length=most)["input_ids"]
-                    if cut
-                    else []
-                )
+                if cut:
+                    short = tokenizer([some[place] for place in cut], truncation=True, max_length=most)["input_ids"]
+                    for place, ids in zip(cut, short, strict=True):
+                        found[place] = ids
             counts.truncated += sum(len(some[place]) < most * _CHARACTERS_PER_TOKEN for place in cut)
-            for place, ids in zip(cut, short, strict=True):
-                found[place] = ids
             yield from (np.array(ids, np.int64) for ids in found)
+
+    def _tokenize_as_text(self, texts: Mapping[int, str]) -> dict[int, list[str]]:
+        """Return index of a text -> its tokens as text."""
+        pieces: dict[int, list[str]] = {}
+        left = iter(texts)
+        while some := list(islice(left, _TEXTS_PER_TOKENIZER_CALL)):
+            found = tokenize_texts(self.loaded, [texts[text] for text in some], tokens=self.plan.tokens)
+            pieces.update(zip(some, found, strict=True))
+        return pieces
 
 
 def group_texts(texts: Iterable[tuple[int, str]]) -> Iterator[dict[int, str]]:
@@ -173,61 +177,34 @@ def group_texts(texts: Iterable[tuple[int, str]]) -> Iterator[dict[int, str]]:
         yield group
 
 
-def _count_broken_row(counts: ShardCounts, row: Row) -> None:
-    counts.broken += 1
-    if len(counts.problems) < MAX_NAMED_ROWS:
-        counts.problems.append(f"{row.place_in_file}: {row.problem}")
-
-
-def _model_without_output_layer(loaded: LoadedModel) -> Any:
-    """Return the model without its output layer (the language-model head), whose result no attention layer uses."""
-    model: Any = loaded.encoder_or_model
-    return getattr(model, "base_model", model)
-
-
-class _ShardExamples:
-    """The strongest examples of a shard, with the text of their tokens.
+def _describe_example(
+    tokens: Sequence[str], shard: int, value: float, text: int, position: int, key: int, values: list[float]
+) -> dict[str, Any]:
+    """Return a strongest example as a dict for the table of heads.
 
     Args:
-        counter: has the model, its tokenizer and the plan.
+        tokens: the tokens of the text of the example, as text.
         shard: index of the shard.
-        texts: index of a text in the shard -> the text, for all texts with an example.
+        value: value of the statistic at the query.
+        text: index of the text in the shard.
+        position: position of the query in the text.
+        key: position of the key with the largest weight; -1 where unknown.
+        values: value of the statistic at each token around the query.
     """
-
-    def __init__(self, counter: ShardCounter, shard: int, texts: dict[int, str]) -> None:
-        self._shard = shard
-        self._pieces: dict[int, list[str]] = {}
-        left = iter(texts)
-        while some := list(islice(left, _TEXTS_PER_TOKENIZER_CALL)):
-            pieces = tokenize_texts(counter.loaded, [texts[each] for each in some], tokens=counter.plan.tokens)
-            self._pieces.update(zip(some, pieces, strict=True))
-
-    def examples_of_layer(self, layer: LayerSums) -> list[list[dict[str, Any]]]:
-        """Return per row of a layer's sums its examples, the strongest first, as dicts for the table of heads."""
-        best = layer.strongest
-        columns = best.largest_value, best.text_index, best.query_position, best.largest_key, best.values_around
-        numbers = (each.tolist() for each in columns)
-        return [
-            [self._example_fields(*each) for each in zip(*row, strict=True) if each[0] > -inf]
-            for row in zip(*numbers, strict=True)
-        ]
-
-    def _example_fields(self, value: float, text: int, position: int, key: int, values: list[float]) -> dict[str, Any]:
-        pieces = self._pieces[text]
-        start, stop = max(position - TOKENS_BEFORE, 0), min(position + TOKENS_AFTER + 1, len(pieces))
-        first = TOKENS_BEFORE - (position - start)
-        return {
-            "value": value,
-            "shard": self._shard,
-            "text": text,
-            "position": position,
-            "token": _strip_token(pieces[position]),
-            "key": key,
-            "key_token": _strip_token(pieces[key]) if key >= 0 else "",
-            "start": start,
-            "tokens": pieces[start:stop],
-            "values": values[first : first + stop - start],
-        }
+    start, stop = max(position - TOKENS_BEFORE, 0), min(position + TOKENS_AFTER + 1, len(tokens))
+    first = TOKENS_BEFORE - (position - start)
+    return {
+        "value": value,
+        "shard": shard,
+        "text": text,
+        "position": position,
+        "token": _strip_token(tokens[position]),
+        "key": key,
+        "key_token": _strip_token(tokens[key]) if key >= 0 else "",
+        "start": start,
+        "tokens": tokens[start:stop],
+        "values": values[first : first + stop - start],
+    }
 
 
 def _strip_token(piece: str) -> str:
@@ -236,7 +213,7 @@ def _strip_token(piece: str) -> str:
 
 
 def _shard_as_parquet(
-    layers: dict[int, LayerSums], examples: _ShardExamples, counts: ShardCounts, plan: Plan, index: int
+    layers: dict[int, LayerSums], pieces: Mapping[int, Sequence[str]], counts: ShardCounts, plan: Plan, index: int
 ) -> bytes:
     """Return the bytes of a shard's parquet file: a row per layer, statistic and head, and the counts as metadata."""
     import pyarrow as pa
@@ -246,7 +223,10 @@ def _shard_as_parquet(
         rows = [(number, layer.name, name, head) for name in layer.statistics for head in range(layer.num_heads)]
         row_of_bin, value, count = layer.filled_bins()
         bins = row_of_bin, pa.array(value), pa.array(count)
-        found = examples.examples_of_layer(layer)
-        tables.append(build_heads_table(rows, np.arange(len(rows)), layer.row_sums, bins, found))
+        examples = [
+            [_describe_example(pieces[each[1]], index, *each) for each in zip(*row, strict=True) if each[0] > -inf]
+            for row in zip(*(column.tolist() for column in layer.strongest), strict=True)
+        ]
+        tables.append(build_heads_table(rows, np.arange(len(rows)), layer.row_sums, bins, examples))
     table = pa.concat_tables(tables).combine_chunks()
     return table_to_parquet(table, {"plan": plan.id, "shard": index, **asdict(counts)})

@@ -118,8 +118,7 @@ def merge_moments(one: Moments, other: Moments) -> Moments:
     return both, mean + moved, squares + new_squares + difference * moved * before
 
 
-@dataclass(eq=False)
-class StrongestExamples:
+class StrongestExamples(NamedTuple):
     """The k texts with the largest values of each statistic and head; of texts with equal values the earlier is kept.
 
     Attributes:
@@ -194,16 +193,12 @@ class StrongestExamples:
     def _merge_rows(self, rows: Tensor, new: StrongestExamples) -> None:
         """Merge new examples, (len(rows), k), into the rows with the indices `rows`."""
         k = self.largest_value.shape[1]
-        both = {
-            name: torch.cat([getattr(self, name)[rows], getattr(new, name)], 1)
-            for name in ("largest_value", "text_index", "query_position", "largest_key", "values_around")
-        }
-        keys = both["query_position"], both["text_index"], -both["largest_value"]
+        both = StrongestExamples(*(torch.cat([mine[rows], theirs], 1) for mine, theirs in zip(self, new, strict=True)))
+        keys = both.query_position, both.text_index, -both.largest_value
         order = np.lexsort([key.numpy() for key in keys], axis=-1)
         chosen = torch.from_numpy(order[:, :k].copy())
-        for name, value in both.items():
-            index = chosen if value.dim() == 2 else chosen[..., None].expand(-1, -1, value.shape[2])
-            getattr(self, name)[rows] = value.gather(1, index)
+        for column, values in zip(self, both, strict=True):
+            column[rows] = values.take_along_dim(chosen if values.dim() == 2 else chosen[..., None], 1)
 
 
 @dataclass(eq=False)

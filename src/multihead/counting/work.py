@@ -18,7 +18,7 @@ import torch
 
 from multihead.counting.plan import Plan, model_id, read_plan
 from multihead.counting.shard import ReportBatch, ShardCounter
-from multihead.errors import ArgumentError, InputError, ModelError, MultiheadError
+from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.files import write_atomically
 from multihead.models.loading import LoadedModel, load
 
@@ -120,9 +120,10 @@ def count_shard(counter: ShardCounter, folder: Path, index: int, report_batch: R
         report_batch(texts, tokens)
 
     try:
-        counter.write_shard(folder, index, trim_heap_and_report_batch)
+        content = counter.count_shard(index, trim_heap_and_report_batch)
+        write_atomically(counter.plan.shard_file(folder, index), content)
     except (OSError, InputError) as error:
-        return f"{counter.plan.shards[index]}: {_reason_of_failure(error)}"
+        return f"{counter.plan.shards[index]}: {getattr(error, 'strerror', None) or error}"
     finally:
         _HEAP_TRIMMER.trim(every=1.0)  # most of the memory that the shard used is free now
     return ""
@@ -150,12 +151,6 @@ class _HeapTrimmer:
 
 
 _HEAP_TRIMMER = _HeapTrimmer()
-
-
-def _reason_of_failure(error: OSError | InputError) -> str:
-    if isinstance(error, MultiheadError):
-        return str(error)
-    return str(error.strerror or error)
 
 
 @contextmanager
