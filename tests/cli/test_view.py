@@ -225,7 +225,7 @@ def test_a_module_with_masks_of_the_user_is_imported_first(tmp_path: Path, monke
 def test_a_record_opened_by_the_command_is_what_was_saved(file: Path) -> None:
     (one,) = view._load_records([str(file)])
     assert one.name == "run.safetensors"
-    assert one.folder == file.with_name("run.safetensors.levels")
+    assert one.levels_folder == file.with_name("run.safetensors.levels")
     assert isinstance(one.record, Record)
 
 
@@ -261,9 +261,9 @@ def test_the_files_of_ranks_are_one_run(tmp_path: Path, monkeypatch: pytest.Monk
     (one,) = shown
     assert isinstance(one, RecordedRun)
     assert (one.record.layers[0].num_heads, one.keeps_weights(0)) == (4, True)
-    assert one.folder is not None
-    assert one.folder.parent == tmp_path
-    assert "*" not in one.folder.name
+    assert one.levels_folder is not None
+    assert one.levels_folder.parent == tmp_path
+    assert "*" not in one.levels_folder.name
     alone = run(str(files[1]))
     assert alone.exit_code != 0
     assert "together they hold heads 2 to 3 of 4" in alone.output

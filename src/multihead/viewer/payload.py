@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from multihead.record.sample import SampleRecord
 
 
-MAX_FIRST_WORDS_TOKENS = 12  # number of tokens that the list of texts shows of each text
+MAX_TOKENS_OF_FIRST_WORDS = 12  # number of tokens that the list of texts shows of each text
 
 MAX_UNPOOLED_SIZE = 96
 """Largest number of queries and keys at which the small maps show single weights instead of means over blocks."""
@@ -52,12 +52,12 @@ class RecordedRun:
     Attributes:
         name: name of the record's file.
         record: the record.
-        folder: folder for the coarse levels of its maps; None keeps the levels in memory.
+        levels_folder: folder for the coarse levels of the record's maps; None keeps the levels in memory.
     """
 
     name: str
     record: Record
-    folder: Path | None = None
+    levels_folder: Path | None = None
 
     @property
     def num_samples(self) -> int:
@@ -103,7 +103,7 @@ def describe_view(
 
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:
-    """Describe a run: the name, whether q and k were kept, and the lengths of the texts in tokens."""
+    """Describe a record: its name, whether q and k were kept, and the lengths of its texts in tokens."""
     samples = [run.record.layers[0].sample(index) for index in range(run.num_samples)]
     return {
         "name": escape_controls(run.name),
@@ -118,7 +118,7 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
 
 def _first_words(record: Record, sample: int) -> str:
     """Return the first words of a text, for a list of texts; "" if its tokens are unknown."""
-    opening = main_sample(record, sample).text.slice_tokens(0, MAX_FIRST_WORDS_TOKENS)
+    opening = sample_of_main_text(record, sample).text.slice_tokens(0, MAX_TOKENS_OF_FIRST_WORDS)
     if opening.tokens is None:
         return ""
     words = layout_of_tokens(opening.tokens, special=opening.special, gaps=opening.gaps)
@@ -132,15 +132,15 @@ def _first_words(record: Record, sample: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PageText:
-    """A text of the page.
+    """A text that a page shows.
 
     Attributes:
         length: number of tokens of the text.
         tokens: the tokens as text; None if they are unknown.
         special: whether each token is a special token; None if that is unknown.
         layout: the result of `layout_of_tokens`; None without tokens.
-        given_by_caller: whether the caller passed the text; a layer may be matched to such a text by its number of
-            tokens.
+        given_by_caller: whether the caller of `write_report` passed the text; a layer may be matched to such a text by
+            its number of tokens.
     """
 
     length: int
@@ -158,7 +158,7 @@ class PageText:
 
 def texts_of_record(record: Record, sample: int) -> list[PageText]:
     """Return the recorded texts of a page: the main text, and the other text of cross-attention if it has tokens."""
-    main = main_sample(record, sample)
+    main = sample_of_main_text(record, sample)
     texts = [PageText.from_text(main.text, main.num_keys)]
     other = None if main.text.tokens is None else cross_attention_text(record, sample, main.text.tokens)
     return texts if other is None else [*texts, PageText.from_text(other, other.length)]
@@ -172,7 +172,7 @@ def describe_sample(
     texts: Sequence[PageText] = (),
     profiles: Sequence[LayerProfile] | None = None,
 ) -> dict[str, Any]:
-    """Describe a sample except for its maps: texts, layers, and the statistics and kinds of every head.
+    """Describe one text of a record, except for its maps: the tokens, layers, and statistics and kinds of all heads.
 
     Args:
         run: the recorded run of a model, which the page shows.
@@ -233,7 +233,7 @@ def describe_sample(
 
 def table_rows_of_heads(run: RecordedRun, sample: int) -> list[dict[str, Any]]:
     """List a table row per head: layer, head, name, kinds, and the mean and the chance level of each statistic."""
-    profiles = run.record.profiles(sample=sample, special=main_sample(run.record, sample).text.special)
+    profiles = run.record.profiles(sample=sample, special=sample_of_main_text(run.record, sample).text.special)
     rows = [
         {"layer": one.number, "head": head, "name": one.name, "kind": ""}
         | {name: float(values[head]) for name, values in one.means.items()}
@@ -273,9 +273,9 @@ def heads_looking_at(
         is_cancelled: called before each layer; if it returns True, CancelledError is raised.
 
     Returns:
-        heads: layer, head, share (the mean weight on the token over the queries that may see it) and queries (pairs of
-        position and weight); tokens: per token of the main text, its weight on the token `key`, averaged over the
-        heads.
+        "heads": a list with the layer, head, share (mean weight on the token over the queries that may see it) and
+        queries (pairs of position and weight) of each; "tokens": the weight of each token of the main text on the token
+        `key`, averaged over the heads.
     """
     found: list[dict[str, Any]] = []
     totals, heads = torch.zeros(layers[0]["keys"], dtype=torch.float64), 0
@@ -285,17 +285,15 @@ def heads_looking_at(
         if described["keyText"] != 0 or described["rows"] != "all" or key >= one.num_keys:
             continue
         weights = visible_weights(one, keys=slice(key, key + 1))[..., 0].double()  # (heads, queries)
-        for head, (share, of_head) in enumerate(
-            zip(weights.nanmean(-1).tolist(), weights.nan_to_num(nan=0.0), strict=True)
-        ):
-            best = of_head.topk(min(MAX_LOOKING_QUERIES, one.num_queries))
-            pairs = [
-                list(pair) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True) if pair[1] > 0
-            ]
+        known = weights.nan_to_num(nan=0.0)
+        best = known.topk(min(MAX_LOOKING_QUERIES, one.num_queries))
+        rows = zip(weights.nanmean(-1).tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+        for head, (share, queries, largest) in enumerate(rows):
+            pairs = [[query, weight] for query, weight in zip(queries, largest, strict=True) if weight > 0]
             if math.isfinite(share) and pairs:
                 found.append({"layer": layer.number, "head": head, "share": share, "queries": pairs})
         if not described["crosses"] and one.num_keys == len(totals):
-            totals[one.query_start :] += weights.nan_to_num(nan=0.0).sum(0)
+            totals[one.query_start :] += known.sum(0)
             heads += one.num_heads
     found.sort(key=lambda each: -each["share"])
     return {"heads": found[:MAX_LOOKING_HEADS], "tokens": round_all_for_json(totals / max(1, heads))}
@@ -332,7 +330,7 @@ def changed_heads(
     }
 
 
-def main_sample(record: Record, sample: int) -> SampleRecord:
+def sample_of_main_text(record: Record, sample: int) -> SampleRecord:
     """Return the sample of the first self-attention layer that has tokens; its keys are the main text of a page."""
     ones = [layer.sample(sample) for layer in record.layers]
     alone = [one for one in ones if not one.cross_attention] or ones

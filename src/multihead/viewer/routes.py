@@ -328,7 +328,7 @@ class Viewer(WebSite):
         if not run.keeps_weights(sample):
             return None
         pyramid = self.builder.queue_sample(
-            (run, sample), lambda: SampleMapLevels(run.record, sample, run.folder, self.memory_budget)
+            (run, sample), lambda: SampleMapLevels(run.record, sample, run.levels_folder, self.memory_budget)
         )
         self.workers.announce_background_work()
         return pyramid
