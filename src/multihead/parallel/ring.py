@@ -23,9 +23,10 @@ seed in the message by which the ranks compare their arguments, so that their ra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -68,35 +69,40 @@ class Ring:
         output, logsumexp = _RingFunction.apply(*inputs, ring)  # type: ignore[no-untyped-call]
         return AttentionResult(output, logsumexp, ring.statistics)
 
-    def first_keys(self, bias: Tensor | None) -> Tensor:
-        """Return the first key of each sample that any query sees, (batch or 1,); a bias of -inf hides keys."""
-        request = self.request
-        if bias is not None and request.bias is not None:
-            request = replace(request, bias=with_values(request.bias, bias))
-        return self.plan.first_keys(request)
+    def request_with_bias(self, values: Tensor | None) -> AttentionRequest:
+        """Return the request with the values of its bias, which the autograd function receives as an argument."""
+        bias = self.request.bias
+        return self.request if bias is None or values is None else replace(self.request, bias=with_values(bias, values))
 
-    def start_transfer(self, index: int, k: Tensor, v: Tensor) -> Transfer | None:
-        """Start to send and receive the keys and values of step `index`; None if the step transfers nothing."""
-        if index >= len(self.plan.steps):
-            return None
-        step = self.plan.steps[index]
-        if not step.sent_ranges and not step.received_ranges:
-            return None
-        return self._exchange_ranges(
-            slice_token_major((k, v), step.sent_ranges), (k, v), step.received_ranges, step.distance
-        )
+    def steps_with_keys(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, tuple[Tensor, ...]]]:
+        """Yield each step with its keys and values, () if it needs none, while those of the next step are received."""
+        transfer = None
+        for step, following in zip(self.plan.steps, (*self.plan.steps[1:], None), strict=True):
+            next_transfer = None
+            if following is not None and (following.sent_ranges or following.received_ranges):
+                next_transfer = self._exchange_ranges(
+                    slice_token_major((k, v), following.sent_ranges),
+                    (k, v),
+                    following.received_ranges,
+                    following.distance,
+                )
+            yield step, self._keys_of_step(step, transfer, k, v)
+            transfer = next_transfer
+
+    def _keys_of_step(self, step: RingStep, transfer: Transfer | None, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Wait for the transfer of a step, and return its keys and values; () if the rank needs none in the step."""
+        found = () if transfer is None else transfer.wait()
+        if step.distance == 0 and step.received_ranges:
+            return slice_ranges(k, step.received_ranges), slice_ranges(v, step.received_ranges)
+        return found if step.received_ranges else ()
 
     def start_gradient_transfer(
-        self, step: RingStep, gradients: tuple[Tensor, ...] | None, k: Tensor, v: Tensor
+        self, step: RingStep, gradients: tuple[Tensor, ...], k: Tensor, v: Tensor
     ) -> Transfer | None:
         """Start to send the gradients of a step's keys and values back to their rank; None without a transfer."""
         if step.distance == 0 or not (step.sent_ranges or step.received_ranges):
             return None
-        message = (
-            ()
-            if gradients is None
-            else slice_token_major(tuple(x.to(k.dtype) for x in gradients), _concatenated_ranges(step.received_ranges))
-        )
+        message = slice_token_major(tuple(x.to(k.dtype) for x in gradients), _concatenated_ranges(step.received_ranges))
         return self._exchange_ranges(message, (k, v), step.sent_ranges, -step.distance)
 
     def _exchange_ranges(
@@ -107,17 +113,6 @@ class Ring:
         return Transfer(
             self.ranks, sent, (rank + distance) % count, like, _lengths_of_ranges(ranges), (rank - distance) % count
         )
-
-    def wait_for_keys(
-        self, step: RingStep, transfer: Transfer | None, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Wait for the keys and values of a step, and return them; None if the rank needs no keys in the step."""
-        found = () if transfer is None else transfer.wait()
-        if not step.received_ranges:
-            return None
-        if step.distance == 0:
-            return slice_ranges(k, step.received_ranges), slice_ranges(v, step.received_ranges)
-        return found[0], found[1]
 
 
 def _lengths_of_ranges(ranges: tuple[TokenRange, ...]) -> tuple[int, ...]:
@@ -130,27 +125,53 @@ def _concatenated_ranges(ranges: tuple[TokenRange, ...]) -> tuple[TokenRange, ..
     return tuple(pairwise(ends))
 
 
-class PieceTensors(NamedTuple):
-    """The q, k, v and bias of one piece (rectangle) of the attention map.
+def request_of_piece(
+    request: AttentionRequest, piece: MapPiece, length: int, q: Tensor, k: Tensor, v: Tensor
+) -> AttentionRequest:
+    """Return the request of one piece (rectangle) of the attention map.
 
-    q is (batch, heads, rows, head_dim), k and v are (batch, kv_heads, keys, dim); the bias is sliced to the piece.
+    Args:
+        request: the call, with the bias of the whole sequence.
+        piece: the rectangle.
+        length: number of tokens of the whole sequence.
+        q: (batch, heads, tokens of this rank, head_dim).
+        k: (batch, kv_heads, keys, head_dim), of which `piece.key_slice` are the keys of the piece.
+        v: (batch, kv_heads, keys, value_dim).
     """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Bias | None
-
-    def build_request(self, ring: Ring, piece: MapPiece) -> AttentionRequest:
-        """Build the attention request for the piece."""
-        q, k, v, bias = self
-        shape = AttentionShape.from_tensors(q, k, v)
-        part = dropout_of_piece(ring.request, query_start=piece.rows[0], key_start=piece.keys[0])
+    q, k, v = q[:, :, piece.query_slice], k[:, :, piece.key_slice], v[:, :, piece.key_slice]
+    first_query, first_key = piece.rows[0], piece.keys[0]
+    return replace(
+        request,
+        q=q,
+        k=k,
+        v=v,
+        shape=AttentionShape.from_tensors(q, k, v),
+        mask=piece.mask,
+        bias=None if request.bias is None else slice_bias(request.bias, length, piece.rows, piece.keys),
+        dropout_slice=dropout_of_piece(request, query_start=first_query, key_start=first_key),
         # Only statistics of distances use the position of the queries.
-        start = piece.rows[0] - piece.keys[0] if ring.request.requested_statistics else 0
-        return replace(
-            ring.request, q=q, k=k, v=v, shape=shape, mask=piece.mask, bias=bias, dropout_slice=part, query_start=start
-        )
+        query_start=first_query - first_key if request.requested_statistics else 0,
+    )
+
+
+def attend_to_piece(
+    request: AttentionRequest, piece: MapPiece, kernel: str | None, merged: MergedStatistics, first_keys: Tensor | int
+) -> AttentionResult:
+    """Compute the attention of one piece of the attention map, and merge its statistics into those of the queries.
+
+    Args:
+        request: the request of the piece.
+        piece: the rectangle of the attention map.
+        kernel: name of the kernel; None chooses it.
+        merged: statistics of this rank's queries over the keys of the pieces so far.
+        first_keys: (batch or 1,), the first visible key of each sample in the whole sequence.
+    """
+    with use_split(None):
+        found = attend(request, kernel=kernel, published=False)
+    if request.requested_statistics:
+        first_key, logsumexp = piece.keys[0], found.logsumexp.detach()
+        merged.add(piece.query_slice, first_key, logsumexp, measure_over_keys(request, found, first_keys - first_key))
+    return found
 
 
 class _RingFunction(torch.autograd.Function):
@@ -163,27 +184,17 @@ class _RingFunction(torch.autograd.Function):
         dtype = working_dtype(q.dtype)
         output = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
         logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-        merged = MergedStatistics(ring.request.requested_statistics, logsumexp)
-        transfer = None
-        for index, step in enumerate(ring.plan.steps):
-            following = ring.start_transfer(index + 1, k, v)  # runs during this step
-            held = ring.wait_for_keys(step, transfer, k, v)
-            if held is not None:
-                for piece in step.pieces:
-                    part = slice_piece(ring, piece, q, *held, bias).build_request(ring, piece)
-                    with use_split(None):
-                        found = attend(part, kernel=ring.kernel, published=False)
-                    if part.requested_statistics:
-                        measures = measure_over_keys(part, found, ring.first_keys(bias) - piece.keys[0])
-                        merged.add(piece.query_slice, piece.keys[0], found.logsumexp, measures)
-                    merge_outputs(
-                        output[:, :, piece.query_slice],
-                        logsumexp[:, :, piece.query_slice],
-                        found.output,
-                        found.logsumexp,
-                    )
-                    del part, found  # frees their memory before the next piece is computed
-            transfer, held = following, None
+        request, length = ring.request_with_bias(bias), ring.plan.length
+        merged = MergedStatistics(request.requested_statistics, logsumexp)
+        first_keys = ring.plan.first_keys(request) if request.requested_statistics else 0
+        for step, keys_and_values in ring.steps_with_keys(k, v):
+            for piece in step.pieces:
+                part = request_of_piece(request, piece, length, q, *keys_and_values)
+                found = attend_to_piece(part, piece, ring.kernel, merged, first_keys)
+                rows = piece.query_slice
+                merge_outputs(output[:, :, rows], logsumexp[:, :, rows], found.output, found.logsumexp)
+                del part, found  # frees their memory before the next piece is computed
+            del keys_and_values  # frees their memory before the next transfer starts
         if sinks is not None:
             output, logsumexp = add_sinks(output, logsumexp, sinks)
         ring.statistics.update(merged.results(logsumexp))
@@ -203,7 +214,8 @@ class _RingFunction(torch.autograd.Function):
         backward.compute(bias_wanted=ctx.needs_input_grad[3])
         dq, dk, dv = (each.to(x.dtype) for each, x in zip(backward.gradient_sums, (q, k, v), strict=True))
         dsinks = None if sinks is None else backward.gradient_of_sinks(sinks)
-        return dq, dk, dv, None if bias is None else backward.bias_gradient, dsinks, None
+        dbias = None if backward.bias_gradient is None else values_of(backward.bias_gradient)
+        return dq, dk, dv, dbias, dsinks, None
 
 
 class _RingBackward:
@@ -223,7 +235,7 @@ class _RingBackward:
         grad_output: Tensor,
         grad_logsumexp: Tensor | None,
     ) -> None:
-        self.ring, self.tensors, self.bias = ring, tensors, bias
+        self.ring, self.tensors, self.request = ring, tensors, ring.request_with_bias(bias)
         # A query with a NaN logsumexp and a gradient of 0 must not affect other gradients, so it gets no keys.
         unused = logsumexp.isnan() & (grad_output == 0).all(-1)
         if grad_logsumexp is not None:
@@ -237,24 +249,21 @@ class _RingBackward:
             self.delta = self.delta - grad_logsumexp
         self.delta = self.delta.masked_fill(logsumexp == -torch.inf, 0)
         self.gradient_sums = tuple(torch.zeros_like(x, dtype=dtype) for x in tensors)
-        self.bias_gradient: Tensor | None = None
+        self.bias_gradient: Bias | None = None
 
     def compute(self, *, bias_wanted: bool) -> None:
         """Compute the gradients of all steps, and sum them in `gradient_sums` (of q, k, v) and `bias_gradient`."""
         _q, k, v = self.tensors
-        if bias_wanted and self.bias is not None:
-            self.bias_gradient = torch.zeros_like(self.bias)
-        transfer: Transfer | None = None
+        if bias_wanted and self.request.bias is not None:
+            self.bias_gradient = with_values(self.request.bias, torch.zeros_like(values_of(self.request.bias)))
         returning: Transfer | None = None
         before: RingStep | None = None
-        for index, step in enumerate(self.ring.plan.steps):
-            following = self.ring.start_transfer(index + 1, k, v)  # runs during this step
-            held = self.ring.wait_for_keys(step, transfer, k, v)
-            gradients = None if held is None else self.compute_step(step, *held)
-            held = None
+        for step, keys_and_values in self.ring.steps_with_keys(k, v):
+            gradients = self.compute_step(step, *keys_and_values) if keys_and_values else ()
+            del keys_and_values
             self.add_returned_gradients(before, returning)
             returning, before = self.ring.start_gradient_transfer(step, gradients, k, v), step
-            transfer, gradients = following, None
+            del gradients
         self.add_returned_gradients(before, returning)
 
     def compute_step(self, step: RingStep, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,7 +281,9 @@ class _RingBackward:
             dk[:, :, piece.key_slice] += of_k
             dv[:, :, piece.key_slice] += of_v
             if bias_gradient is not None and self.bias_gradient is not None:
-                _add_bias_gradient(self.bias_gradient, self.ring, piece, bias_gradient)
+                whole = slice_bias(self.bias_gradient, self.ring.plan.length, piece.rows, piece.keys)
+                total = values_of(whole)  # a view, whose key axis may have size 1
+                total += bias_gradient.sum_to_size(total.shape).to(total.dtype)
             del of_q, of_k, of_v, bias_gradient  # frees their memory before the next piece is computed
         if own and not at_once:
             self.add_local_gradients(step.received_ranges, (dk, dv))
@@ -280,8 +291,7 @@ class _RingBackward:
 
     def compute_piece(self, piece: MapPiece, k: Tensor, v: Tensor) -> Gradients:
         """Compute the gradients of q, k, v and the values of the bias of one piece."""
-        terms = slice_piece(self.ring, piece, self.tensors[0], k, v, self.bias)
-        request = terms.build_request(self.ring, piece)
+        request = request_of_piece(self.request, piece, self.ring.plan.length, self.tensors[0], k, v)
         with use_split(None), torch.no_grad():
             ring_plan = plan_call(request, kernel=self.ring.kernel)
         logsumexp, grad_output = self.logsumexp[:, :, piece.query_slice], self.grad_output[:, :, piece.query_slice]
@@ -293,23 +303,19 @@ class _RingBackward:
             with torch.no_grad():
                 found = native.gradients(job, outputs, grad_output, of_logsumexp, bias_wanted=wanted)
             return cast(Gradients, found[:4])
-        return self._recompute_piece(terms, piece, logsumexp, grad_output)
+        return self._recompute_piece(request, piece, logsumexp, grad_output)
 
     def _recompute_piece(
-        self, terms: PieceTensors, piece: MapPiece, logsumexp: Tensor, grad_output: Tensor
+        self, request: AttentionRequest, piece: MapPiece, logsumexp: Tensor, grad_output: Tensor
     ) -> Gradients:
         """Recompute a piece with autograd, and return its gradients; its output has the weight exp(l - L)."""
-        values = None if terms.bias is None else values_of(terms.bias)
-        inputs = [x.detach().requires_grad_() for x in terms[:3]]
-        if values is not None and self.bias_gradient is not None:
-            values = values.detach().requires_grad_()
-            inputs.append(values)
-        bias = None if terms.bias is None or values is None else with_values(terms.bias, values)
-        q, k, v = inputs[:3]
+        inputs, bias = [x.detach().requires_grad_() for x in (request.q, request.k, request.v)], request.bias
+        if bias is not None and self.bias_gradient is not None:
+            inputs.append(values_of(bias).detach().requires_grad_())
+            bias = with_values(bias, inputs[3])
+        request = replace(request, q=inputs[0], k=inputs[1], v=inputs[2], bias=bias)
         with torch.enable_grad(), use_split(None):
-            found = attend(
-                PieceTensors(q, k, v, bias).build_request(self.ring, piece), kernel=self.ring.kernel, published=False
-            )
+            found = attend(request, kernel=self.ring.kernel, published=False)
         part, dtype = found.logsumexp.detach(), self.logsumexp.dtype
         without_keys = (part == -torch.inf) | (logsumexp == -torch.inf)
         weight = (part - logsumexp).exp().masked_fill(without_keys, 0)
@@ -357,24 +363,9 @@ def merge_outputs(output: Tensor, logsumexp: Tensor, part: Tensor, part_logsumex
     logsumexp.copy_(total)
 
 
-def slice_piece(ring: Ring, piece: MapPiece, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> PieceTensors:
-    """Slice q, k, v and the bias to one piece of the attention map."""
-    part = None
-    if bias is not None and ring.request.bias is not None:
-        part = slice_bias(with_values(ring.request.bias, bias), ring.plan.length, piece.rows, piece.keys)
-    return PieceTensors(q[:, :, piece.query_slice], k[:, :, piece.key_slice], v[:, :, piece.key_slice], part)
-
-
 def dropout_of_piece(request: AttentionRequest, **place: int) -> DropoutSlice | None:
     """Return the dropout of a piece that starts at `place` (the fields of `DropoutOffset`); None without dropout."""
     return None if request.dropout_slice is None else DropoutSlice(request.dropout_slice.seed, DropoutOffset(**place))
-
-
-def _add_bias_gradient(total: Tensor, ring: Ring, piece: MapPiece, gradient: Tensor) -> None:
-    """Add the bias gradient of a piece to the gradient `total` of the whole bias, whose key axis may have size 1."""
-    part = with_values(ring.request.bias, total)  # type: ignore[arg-type]
-    target = values_of(slice_bias(part, ring.plan.length, piece.rows, piece.keys))  # a view
-    target += gradient.sum_to_size(target.shape).to(target.dtype)
 
 
 def _drop_bias_values(bias: Bias | None) -> Bias | None:

@@ -48,6 +48,7 @@ from multihead.parallel.layout import Layout, LayoutName, TokenRange, check_layo
 from multihead.parallel.measuring import MergedStatistics, measure_over_keys, stack_parts, unstack_parts
 from multihead.parallel.plan import (
     MapBlockMask,
+    MapPiece,
     RingPlan,
     Strategy,
     bytes_of_keys,
@@ -58,8 +59,8 @@ from multihead.parallel.plan import (
     visible_rectangle,
     work_per_rank,
 )
-from multihead.parallel.ring import Ring, dropout_of_piece, slice_piece
-from multihead.scores.bias import slice_bias, values_of, with_values
+from multihead.parallel.ring import Ring, attend_to_piece, dropout_of_piece, request_of_piece
+from multihead.scores.bias import values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_in_backward_pass, is_traced, outside_of_graphs
 
@@ -315,15 +316,12 @@ class _SplitOverRanks:
         sent = compute_traffic(strategy, shape, ring_plan, ranks)
         length = whole.query_length
         k, v = (request.k.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (request.k, request.v))
-        if strategy == "ring":
-            ring = Ring(self.ranks, ring_plan, request, kernel)
-            pieces = [piece for step in ring_plan.steps for piece in step.pieces]
-            tensors = (request.q, k, v, request.bias_values)
-            parts = [slice_piece(ring, piece, *tensors).build_request(ring, piece) for piece in pieces]
-        elif strategy == "ulysses":
+        if strategy == "ulysses":
             parts = [self._request_of_heads(request, *self._make_placeholder_heads(request, length))]
         else:
-            parts = [part for part, _ in self._requests_of_chunks(request, ring_plan, k, v)]
+            ring_pieces = [piece for step in ring_plan.steps for piece in step.pieces]
+            pieces = ring_pieces if strategy == "ring" else self._pieces_of_chunks(request.mask, ring_plan)
+            parts = [request_of_piece(request, piece, length, request.q, k, v) for piece in pieces]
         shown = work_per_rank(ring_plan.bounds, self.layout)
         own = sum(shown) / ranks if strategy == "ulysses" else shown[rank]
         per_cell = shape.batch * shape.num_heads / len(ring_plan.bounds.start)
@@ -431,44 +429,28 @@ class _SplitOverRanks:
         k = gather_sequence(request.k, self.ranks, self.layout, 2)
         v = gather_sequence(request.v, self.ranks, self.layout, 2)
         merged = MergedStatistics(request.requested_statistics, request.q[..., 0])
-        outputs: list[Tensor] = []
-        logsumexps: list[Tensor] = []
-        for part, (first_key, _) in self._requests_of_chunks(request, ring_plan, k, v):
-            with use_split(None):
-                found = attend(part, kernel=kernel, published=False)
-            first = sum(each.shape[2] for each in outputs)
-            outputs.append(found.output)
-            logsumexps.append(found.logsumexp)
-            if request.requested_statistics:
-                at = slice(first, first + found.output.shape[2])
-                parts = measure_over_keys(part, found, ring_plan.first_keys(request) - first_key)
-                merged.add(at, first_key, found.logsumexp.detach(), parts)
-        logsumexp = torch.cat(logsumexps, 2)
-        return AttentionResult(torch.cat(outputs, 2), logsumexp, merged.results(logsumexp.detach()))
-
-    def _requests_of_chunks(
-        self, request: AttentionRequest, ring_plan: RingPlan, k: Tensor, v: Tensor
-    ) -> Iterator[tuple[AttentionRequest, TokenRange]]:
-        """Yield, per chunk of this rank's queries, its request with the keys it sees, and the range of these keys."""
-        first = 0
-        for rows in self.layout.chunks(self.ranks.rank, ring_plan.length):
-            q = request.q[:, :, first : first + rows[1] - rows[0]]
-            first += rows[1] - rows[0]
-            seen = visible_rectangle(ring_plan.bounds, rows, (0, ring_plan.length))
-            keys = (0, 1) if seen is None else seen[1]  # if no key is visible, use one hidden key
-            of_k, of_v = k[:, :, slice(*keys)], v[:, :, slice(*keys)]
-            part = replace(
-                request,
-                q=q,
-                k=of_k,
-                v=of_v,
-                shape=AttentionShape.from_tensors(q, of_k, of_v),
-                mask=MapBlockMask(request.mask, ring_plan.bounds, rows, keys),
-                bias=None if request.bias is None else slice_bias(request.bias, ring_plan.length, rows, keys),
-                dropout_slice=dropout_of_piece(request, query_start=rows[0], key_start=keys[0]),
-                query_start=rows[0] - keys[0] if request.requested_statistics else 0,  # only statistics use positions
+        first_keys = ring_plan.first_keys(request) if request.requested_statistics else 0
+        found = [
+            attend_to_piece(
+                request_of_piece(request, piece, ring_plan.length, request.q, k, v), piece, kernel, merged, first_keys
             )
-            yield part, keys
+            for piece in self._pieces_of_chunks(request.mask, ring_plan)
+        ]
+        logsumexp = torch.cat([each.logsumexp for each in found], 2)
+        output = torch.cat([each.output for each in found], 2)
+        return AttentionResult(output, logsumexp, merged.results(logsumexp.detach()))
+
+    def _pieces_of_chunks(self, mask: Mask, ring_plan: RingPlan) -> list[MapPiece]:
+        """Return the rectangle of each chunk of this rank's queries with all keys that a query of the chunk sees."""
+        bounds, pieces = ring_plan.bounds, []
+        first = 0
+        for rows in self.chunks_of_rank(ring_plan.length):
+            seen = visible_rectangle(bounds, rows, (0, ring_plan.length))
+            keys = (0, 1) if seen is None else seen[1]  # if no key is visible, use one hidden key
+            query_slice = slice(first, first + rows[1] - rows[0])
+            pieces.append(MapPiece(rows, keys, query_slice, slice(*keys), MapBlockMask(mask, bounds, rows, keys)))
+            first = query_slice.stop
+        return pieces
 
     def _attend_by_heads(self, request: AttentionRequest, ring_plan: RingPlan, kernel: str | None) -> AttentionResult:
         """Exchange tokens for heads (Ulysses), and compute the attention of this rank's heads on the whole sequence."""
