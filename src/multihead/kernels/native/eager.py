@@ -23,7 +23,7 @@ from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_
 from multihead.kernels.parts import PartName
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.quantised import Int8Scales
-from multihead.masks import Lengths, Mask, Window
+from multihead.masks import Causal, Full, Lengths, Mask, Window
 from multihead.masks.base import Band
 from multihead.tensors.shapes import MAX_POSITION, AttentionShape
 from multihead.tensors.tracing import is_intercepted
@@ -160,6 +160,11 @@ class _DifferentiableOperator(torch.autograd.Function):
 
 
 def _mask_of_band(band: Band) -> Mask:
-    """Return the mask that shows the same keys as a band."""
-    before, after = (MAX_POSITION if count < 0 else count for count in (band.keys_before, band.keys_after))
-    return Window(before + 1, after) if band.lengths is None else Window(before + 1, after) & Lengths(band.lengths)
+    """Return the mask that shows the same keys as a band; a side without a limit has none at any position."""
+    mask: Mask = Full()
+    if band.keys_before < 0 and band.keys_after == 0:
+        mask = Causal()
+    elif band.keys_before >= 0 or band.keys_after >= 0:
+        size, after = (MAX_POSITION if count < 0 else count for count in (band.keys_before, band.keys_after))
+        mask = Window(size + 1, after)
+    return mask if band.lengths is None else mask & Lengths(band.lengths)
