@@ -409,22 +409,15 @@ def request_of(
         check_softcap(softcap)
     if sinks is not None:
         check_sinks_fit(sinks, shape)
-    batch, queries, keys = whole.batch, whole.query_length, whole.key_length
+    queries, keys = whole.query_length, whole.key_length
     if not (mask_fits or mask.hides_nothing):
-        mask.check_fits(CallSize(batch, shape.num_heads, queries, keys, more_keys_later))
+        mask.check_fits(CallSize(whole.batch, shape.num_heads, queries, keys, more_keys_later))
     if query_start is None and (not mask.uses_positions or queries == keys):
         start: int | Tensor = 0
     elif type(query_start) is int and 0 <= query_start <= MAX_POSITION:
         start = query_start
     else:
-        start = resolve_query_start(
-            query_start,
-            uses_positions=mask.uses_positions,
-            batch=batch,
-            queries=queries,
-            keys=keys,
-            device=shape.device,
-        )
+        start = resolve_query_start(query_start, q, queries, keys, uses_positions=mask.uses_positions)
     wanted: frozenset[str] = frozenset()  # filled in by `attend` if there are listeners
     return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, wanted, origin, scales)
 

@@ -147,8 +147,7 @@ def test_what_is_no_tensor_is_refused() -> None:
 
 
 def resolve(query_start: Any, *, speaks: bool = True, queries: int = 3, keys: int = 5) -> int | Tensor:
-    sizes = {"batch": 2, "queries": queries, "keys": keys}
-    return resolve_query_start(query_start, uses_positions=speaks, device=torch.device("cpu"), **sizes)
+    return resolve_query_start(query_start, torch.zeros(2, 1, queries, 4), queries, keys, uses_positions=speaks)
 
 
 def test_the_first_query_stands_where_it_is_said() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any, Protocol
 
 import torch
@@ -175,9 +176,5 @@ _REENTRANT_CHECKPOINT_CODE = frozenset({CheckpointFunction.forward.__code__, Che
 
 def _runs_in_reentrant_checkpoint() -> bool:
     """Whether reentrant activation checkpointing runs this code; torch has no function that returns it."""
-    frame = sys._getframe()  # noqa: SLF001 - the function that the standard library offers
-    while frame is not None:
-        if frame.f_code in _REENTRANT_CHECKPOINT_CODE:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frames = walk_stack(sys._getframe())  # noqa: SLF001 - the function that the standard library offers
+    return any(frame.f_code in _REENTRANT_CHECKPOINT_CODE for frame, _ in frames)

@@ -25,6 +25,7 @@ from multihead.kernels.call import (
 )
 from multihead.kernels.dense_tile import hidden_cells, without_autocast
 from multihead.kernels.native import library
+from multihead.tensors.shapes import index_axes
 from multihead.tensors.tracing import is_traced
 
 # Number of weights computed at once, over samples and heads: 1 MiB of float32. Matrix products of this size are as fast
@@ -182,9 +183,7 @@ def _logsumexp_per_head(request: AttentionRequest) -> Tensor:
 
 def _slice_of_tile(tensor: Tensor, tile: tuple[slice, slice]) -> Tensor:
     """Slice samples and heads of a tensor; axes of size 1 are kept for broadcasting."""
-    samples, heads = tile
-    tensor = tensor[samples] if tensor.shape[0] > 1 else tensor
-    return tensor[:, heads] if tensor.shape[1] > 1 else tensor
+    return index_axes(tensor, dict(enumerate(tile)))
 
 
 def _tiles_of_heads(request: AttentionRequest) -> Iterator[tuple[slice, slice]]:

@@ -26,8 +26,7 @@ def find_query_start(call: LayerCall, q: Tensor, k: Tensor, *, layer_uses_positi
 
 def position_of_first_query(query_start: int | Tensor | str | None, q: Tensor, keys: int) -> int | Tensor:
     """Return the position of the first query of q (batch, heads, queries, head_dim) among the keys."""
-    sizes = {"batch": q.shape[0], "queries": q.shape[2], "keys": keys}
-    start = resolve_query_start(query_start, uses_positions=True, device=q.device, **sizes)
+    start = resolve_query_start(query_start, q, q.shape[2], keys, uses_positions=True)
     if isinstance(start, int) and start < 0:  # "end" with fewer keys than queries; a negative int would be rejected
         return torch.full((q.shape[0],), start, device=q.device)
     return start

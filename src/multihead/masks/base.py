@@ -617,9 +617,6 @@ class UnknownMask(Mask):
     def cache_key(self) -> None:
         """Return None: no plan for this mask can be cached."""
 
-    def check_fits(self, size: CallSize) -> None:
-        """Accept any size, because the mask is unknown."""
-
     def tile(self, tile: TilePositions) -> Tensor:
         raise self._not_defined_error()
 

@@ -13,7 +13,7 @@ from multihead.errors import MaskError
 from multihead.masks.base import KeyBounds, Mask
 from multihead.masks.distance import Full
 from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TilePositions
-from multihead.tensors.shapes import describe_type
+from multihead.tensors.shapes import describe_type, index_axes
 
 AXES = ("batch", "heads", "queries", "keys")
 
@@ -69,12 +69,9 @@ class _TensorMask(Mask):
                 )
 
     def tile(self, tile: TilePositions) -> Tensor:
-        cells = self.visible_cells().to(tile.columns.device)
-        if cells.shape[2] > 1:
-            cells = cells[:, :, tile.rows.flatten()]
-        if cells.shape[3] > 1:
-            # Leading keys have negative positions and no column; their values are not used.
-            cells = cells[:, :, :, tile.columns.flatten().clamp(min=0)]
+        # Leading keys have negative positions and no column; their values are not used.
+        columns = tile.columns.flatten().clamp(min=0)
+        cells = index_axes(self.visible_cells().to(columns.device), {2: tile.rows.flatten(), 3: columns})
         return cells.expand(-1, -1, tile.rows.numel(), tile.columns.numel())
 
     def bounds(self, call: CallPositions) -> KeyBounds:
@@ -95,8 +92,7 @@ class _TensorMask(Mask):
         return KeyBounds(hull_first.expand(size), hull_stop.expand(size), None if whole else self)
 
     def select_sample(self, index: int) -> Self:
-        tensor = self.four_dimensional()
-        return type(self)(tensor[index : index + 1] if tensor.shape[0] > 1 else tensor)
+        return type(self)(index_axes(self.four_dimensional(), {0: slice(index, index + 1)}))
 
     def select_heads(self, select: Callable[[Tensor], Tensor]) -> Self:
         return type(self)(select(self.four_dimensional())) if "heads" in self.axes.split() else self
@@ -112,12 +108,8 @@ class _TensorMask(Mask):
         return type(self)(self.four_dimensional()[..., count:])
 
     def select_span(self, span: SampleSpan) -> Mask:
-        tensor = self.select_sample(span.sample).four_dimensional()
-        if tensor.shape[2] > 1:
-            tensor = tensor[:, :, slice(*span.queries)]
-        if tensor.shape[3] > 1:
-            tensor = tensor[..., slice(*span.keys)]
-        mask = type(self)(tensor)
+        index = {0: slice(span.sample, span.sample + 1), 2: slice(*span.queries), 3: slice(*span.keys)}
+        mask = type(self)(index_axes(self.four_dimensional(), index))
         return Full() if bool(mask.visible_cells().all()) else mask
 
     def restrict_to_first_keys(self, count: int) -> Self:

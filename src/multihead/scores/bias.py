@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
-from multihead.tensors.shapes import AttentionShape, describe_type
+from multihead.tensors.shapes import AttentionShape, describe_type, index_axes
 from multihead.tensors.tracing import is_traced
 
 
@@ -154,19 +154,11 @@ def slice_bias(bias: Bias, queries: int, rows: tuple[int, int], keys: tuple[int,
     """Return a view of a bias for the queries `rows` and the keys `keys`, [first, stop) each, of the same type."""
     if isinstance(bias, RelativeBias):
         return bias.slice_ranges(queries, rows, keys)
-    return _slice_bias_tensor(bias, slice(*rows), slice(*keys))
+    return index_axes(bias, {2: slice(*rows), 3: slice(*keys)})
 
 
 def bias_tile(bias: Bias, shape: AttentionShape, queries: slice, keys: slice) -> Tensor:
     """Slice a tile of a bias, keeping axes of size 1: (batch or 1, heads or 1, queries or 1, keys or 1)."""
     if isinstance(bias, RelativeBias):
         return bias.tile(shape.query_length, shape.key_length, rows=queries, columns=keys)
-    return _slice_bias_tensor(bias, queries, keys)
-
-
-def _slice_bias_tensor(bias: Tensor, queries: slice, keys: slice) -> Tensor:
-    if bias.shape[2] > 1:
-        bias = bias[:, :, queries]
-    if bias.shape[3] > 1:
-        bias = bias[:, :, :, keys]
-    return bias
+    return index_axes(bias, {2: queries, 3: keys})

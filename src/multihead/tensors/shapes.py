@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,15 +108,9 @@ class AttentionShape(NamedTuple):
 
 
 def resolve_query_start(
-    query_start: int | Tensor | str | None,
-    *,
-    uses_positions: bool,
-    batch: int,
-    queries: int,
-    keys: int,
-    device: torch.device,
+    query_start: int | Tensor | str | None, q: Tensor, queries: int, keys: int, *, uses_positions: bool
 ) -> int | Tensor:
-    """Resolve the position of the first query to an int or a tensor (batch,).
+    """Resolve the position of the first query of q (batch, ...) to an int or a tensor (batch,).
 
     None is an error if the mask depends on positions (`uses_positions`) and queries and keys differ in number. A
     position out of range, or a tensor without values, is an error too.
@@ -135,16 +129,16 @@ def resolve_query_start(
                 f"query_start is {query_start!r}.", 'Give an int, a tensor with one int per sample, or "end".'
             )
         start = keys - queries
-        return start.expand(batch) if isinstance(start, Tensor) else start  # a tensor in torch.jit.trace
+        return start.expand(q.shape[0]) if isinstance(start, Tensor) else start  # a tensor in torch.jit.trace
     if isinstance(query_start, Tensor):
-        if query_start.is_floating_point() or query_start.dtype == torch.bool or query_start.shape != (batch,):
+        if query_start.is_floating_point() or query_start.dtype == torch.bool or query_start.shape != (q.shape[0],):
             raise ArgumentError(
                 f"query_start is a {query_start.dtype} tensor of shape {tuple(query_start.shape)}.",
-                f"Give one int per sample: shape ({batch},).",
+                f"Give one int per sample: shape ({q.shape[0]},).",
             )
-        if query_start.is_meta and device.type != "meta":
+        if query_start.is_meta and not q.is_meta:
             raise ArgumentError(
-                f"query_start is on the meta device, where it has no values, and q is on {device}.",
+                f"query_start is on the meta device, where it has no values, and q is on {q.device}.",
                 "Give one int per sample, on any other device.",
             )
         if type(query_start) is Tensor and can_read_values(query_start.device) and query_start.numel():
@@ -205,6 +199,18 @@ def numbers_per_sample(name: str, numbers: object, batch: int) -> Tensor:
             f"Give one length per sample: shape ({batch},).",
         )
     return found
+
+
+def index_axes(tensor: Tensor, indices: Mapping[int, slice | Tensor]) -> Tensor:
+    """Index the axes of a tensor, axis -> index; an axis of size 1, which is broadcast, is kept.
+
+    >>> index_axes(torch.zeros(1, 8, 1, 6), {2: slice(0, 3), 3: slice(0, 3)}).shape
+    torch.Size([1, 8, 1, 3])
+    """
+    for axis, index in indices.items():
+        if tensor.shape[axis] > 1:
+            tensor = tensor[(slice(None),) * axis + (index,)]
+    return tensor
 
 
 def describe_type(value: object) -> str:
