@@ -155,10 +155,11 @@ class AttentionRequest:
     @property
     def needs_gradient(self) -> bool:
         """Whether gradients are enabled, and q, k, v, bias or sinks require one."""
-        terms = (self.bias_values, self.sinks)
-        return self.qkv_need_gradient or (
-            torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in terms)
-        )
+        if not torch.is_grad_enabled():
+            return False
+        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
+            return True
+        return any(term is not None and term.requires_grad for term in (self.bias_values, self.sinks))
 
     @property
     def known_origin(self) -> CallOrigin:

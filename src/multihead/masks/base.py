@@ -84,8 +84,9 @@ class Band(NamedTuple):
 
     def interval_of_query(self, position: int, keys: int) -> tuple[int, int]:
         """Return the interval [start, stop) of the keys that the query at a position sees, if `lengths` is None."""
-        start = max(position - self.keys_before, 0) if self.keys_before >= 0 else 0
-        stop = min(position + self.keys_after + 1, keys) if self.keys_after >= 0 else keys
+        _, before, after = self
+        start = max(position - before, 0) if before >= 0 else 0
+        stop = min(position + after + 1, keys) if after >= 0 else keys
         return (start, stop) if start < stop else (0, 0)
 
 

@@ -48,8 +48,9 @@ class Documents(CountsMask):
         object.__setattr__(self, "lengths", counts)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        start, stop = (edge[:, None, :, None] for edge in self.interval(queries[:, 0, :, 0], keys.numel()))
-        return (keys >= start) & (keys < stop)
+        ends = counts_as_tensor(self.lengths, keys.device).cumsum(-1)
+        of_query = _document_of_positions(queries, ends)
+        return (of_query == _document_of_positions(keys, ends)) & (of_query >= 0)
 
     def interval(self, queries: Tensor, keys: int | Tensor) -> tuple[Tensor, Tensor]:
         ends = counts_as_tensor(self.lengths, queries.device).cumsum(-1)
@@ -86,3 +87,16 @@ class Documents(CountsMask):
 
     def without_documents(self) -> Full:
         return Full()
+
+
+def _document_of_positions(positions: Tensor, ends: Tensor) -> Tensor:
+    """Return the index of the document of each position, -1 outside all documents.
+
+    Positions and result are (batch or 1, 1, n, 1) or (batch or 1, 1, 1, n); `ends`, one past the last token of each
+    document, are (documents,) or (batch, documents).
+    """
+    rows = len(ends) if ends.dim() == 2 and len(positions) == 1 else len(positions)  # either may be 0
+    flat, ends = positions.expand(rows, -1, -1, -1).flatten(1), ends.expand(rows, -1)
+    index = torch.searchsorted(ends.contiguous(), flat.contiguous(), right=True)
+    outside = (index >= ends.shape[-1]) | (flat < 0)
+    return index.masked_fill(outside, -1).view(rows, *positions.shape[1:])

@@ -44,7 +44,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
             f"it computes float32, bfloat16 and float16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
         )
     if not is_intercepted() or not is_traced():
-        for tensor in _tensors_read_by(request, bounds):
+        for tensor in () if _has_plain_tensors_only(request, bounds) else _tensors_read_by(request, bounds):
             if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:  # such as a fake tensor
                 return f"it reads plain tensors, and one is a {type(tensor).__name__}"
     elif is_transformed():
@@ -52,11 +52,20 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     return library.reason_of_absence()
 
 
+def _has_plain_tensors_only(request: AttentionRequest, bounds: KeyBounds) -> bool:
+    """Whether a call has no bias and no sinks, and only plain tensors (not fake or subclassed); this check is fast."""
+    if request.bias is not None or request.sinks is not None or type(request.query_start) is not int:
+        return False
+    return type(request.q) is type(request.k) is type(request.v) is type(bounds.start) is type(bounds.stop) is Tensor
+
+
 def _tensors_read_by(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, ...]:
     """Return the tensors whose memory the kernel reads; the statistics of distances read the query start."""
-    terms = (request.bias_values, request.sinks, request.query_start)
-    tensors = tuple(term for term in terms if isinstance(term, Tensor))
-    return (request.q, request.k, request.v, bounds.start, bounds.stop, *tensors)
+    read: tuple[Tensor, ...] = (request.q, request.k, request.v, bounds.start, bounds.stop)
+    for term in (request.bias_values, request.sinks, request.query_start):
+        if isinstance(term, Tensor):
+            read += (term,)
+    return read
 
 
 def reads_int8(request: AttentionRequest) -> bool:
