@@ -175,7 +175,7 @@ def _softmax_of_heads(
     if hidden is None:
         return scores.softmax(-1)
     hidden = _slice_heads(hidden, heads)
-    # Hidden scores become -inf, in a row without visible keys 0: there the softmax of -inf would be 0 / 0.
+    # Hidden scores become -inf. In a row without visible keys they become 0, because softmax(-inf, ...) is 0 / 0.
     sees_keys = ~hidden.all(-1, keepdim=True)
     filling = torch.zeros(sees_keys.shape, dtype=dtype, device=scores.device).masked_fill(sees_keys, -torch.inf)
     return torch.where(hidden, filling, scores).softmax(-1).masked_fill(hidden, 0)

@@ -76,7 +76,7 @@ class ShardResults:
     _began: float = field(default_factory=time.monotonic)
 
     def add_batch(self, texts: int, tokens: int) -> None:
-        """Add a batch that ran to `progress`."""
+        """Count the texts and tokens of a measured batch as done, and report the progress."""
         self.progress.texts += texts
         self.progress.tokens += tokens
         self.report_progress()

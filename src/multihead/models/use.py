@@ -98,7 +98,7 @@ class Used:
             qualified name of a layer -> the kernel that runs its first call, why other kernels cannot, and which keys
             are skipped.
         """
-        found = _FirstCallExplainer({id(module): name for name, module in self.model.named_modules()}, {})
+        found = _KernelsOfFirstCalls({id(module): name for name, module in self.model.named_modules()}, {})
         with torch.no_grad(), listen(found):
             self.model(*args, **kwargs)
         return found.explanation_by_name
@@ -117,8 +117,8 @@ class Used:
 
 
 @dataclass(frozen=True, eq=False)
-class _FirstCallExplainer:
-    """A listener that explains the first attention call of each layer of a model.
+class _KernelsOfFirstCalls:
+    """A listener that stores which kernel runs the first attention call of each layer of a model, and why.
 
     Attributes:
         names: id of a module -> its qualified name.

@@ -64,8 +64,8 @@ class MeasuredCall:
         return self.result.output
 
     @property
-    def logsumexp_without_base(self) -> Tensor:
-        """Logsumexp of the scores without subtraction of `base`: (batch, heads, queries), nats."""
+    def logsumexp_of_full_scores(self) -> Tensor:
+        """Logsumexp of the scores before `base` was subtracted from them: (batch, heads, queries), nats."""
         return self.logsumexp if self.base is None else self.logsumexp + self.base
 
     @cached_property

@@ -124,7 +124,10 @@ def _drop_hidden_keys(call: MeasuredCall, index: int, token_group: _TokenGroup) 
 def _sum_weights_at_shift(
     call: MeasuredCall, sample: AttentionRequest, index: int, token_group: _TokenGroup, shift: int
 ) -> Tensor:
-    """Sum each query's weights on the keys `shift` after an earlier occurrence of its token: (heads, tokens, n)."""
+    """Sum each query's weights on the keys `shift` after an earlier occurrence of its token: (heads, tokens, queries).
+
+    In the comments n is the number of queries of a token, and m the number of earlier occurrences of it.
+    """
     shape, bounds = call.request.shape, call.bounds
     queries, earlier = token_group.queries.clamp(min=0), token_group.keys
     keys = (earlier + shift).clamp(0, shape.key_length - 1)
@@ -138,7 +141,7 @@ def _sum_weights_at_shift(
     start, stop = bounds.start[row, queries][..., None], bounds.stop[row, queries][..., None]
     place = call.positions[index, queries][..., None]
     is_earlier = (earlier >= 0)[:, None] & (earlier[:, None] < place) & (token_group.queries >= 0)[..., None]
-    shown = is_earlier & (earlier[:, None] + shift >= start) & (earlier[:, None] + shift < stop)  # (tokens, n, m)
+    shown = is_earlier & (earlier[:, None] + shift >= start) & (earlier[:, None] + shift < stop)
     if sample.bias is not None:
         added = _bias_of_pairs(sample.bias, shape.query_length, queries[:, :, None], keys[:, None]).to(dtype)
         shown = shown & (added != -torch.inf)  # inf - inf would be NaN

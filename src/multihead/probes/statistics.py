@@ -357,9 +357,9 @@ def measure_parts(
             case ("first_keys_mass", int(count)):
                 found[part] = lookups.weight_on_first_keys(call, count)
             case "sink_mass" if call.request.sinks is not None:
-                found[part] = sink_mass(call.logsumexp_without_base, call.request.sinks)
+                found[part] = sink_mass(call.logsumexp_of_full_scores, call.request.sinks)
             case "logsumexp":
-                found[part] = call.logsumexp_without_base
+                found[part] = call.logsumexp_of_full_scores
             case "position":
                 positions = call.positions[:, None] + call.context.key_start
                 found[part] = positions.to(call.logsumexp).expand_as(call.logsumexp)
