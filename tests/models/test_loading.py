@@ -528,7 +528,7 @@ def test_of_an_encoder_decoder_model_the_encoder_reads(tmp_path: Path) -> None:
     loaded = load(str(tmp_path))
     assert loaded.encoder_or_model is loaded.model.get_encoder()
     ids = torch.tensor([[3, 4, 5]])
-    encoded = EncodedText(ids, torch.ones_like(ids), ["a", "b", "c"], [False] * 3, [False] * 3, [(0, 1)] * 3)
+    encoded = EncodedText(ids, ["a", "b", "c"], [False] * 3, [False] * 3, [(0, 1)] * 3)
     with torch.no_grad(), mh.observe(loaded.encoder_or_model) as record:
         loaded.encoder_or_model(**loaded.arguments(encoded))
     assert [layer.num_heads for layer in record.layers] == [4, 4]

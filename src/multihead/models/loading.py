@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -20,6 +22,7 @@ from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.optional import require
 from multihead.models.claims import check_configured_sizes, read_gguf_layer_counts
 from multihead.models.source import FoundModel, find_model, hub_access, local_path, unknown_model_error
+from multihead.tensors.undo import Undo
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +36,9 @@ OutputHead = Literal["language", "masked"]
 
 _DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 _GENERATING_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
-_AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
+# names of encoder-decoder model classes with the output head that generates the decoder's text
+_GENERATING_MODEL_NAME = re.compile("ConditionalGeneration|LMHead|MTModel")
+_AUTO_CLASSES: tuple[str, ...] = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 _REPLACEMENT_CHARACTER = "\ufffd"  # the replacement character, to which incomplete UTF-8 is decoded
 _HOW_TO_SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
 _GGUF_PACKAGES = ("gguf", "accelerate")
@@ -82,8 +87,6 @@ class ModelDescription:
         tokenizer: the tokenizer of transformers, or None where the model has none.
         found_model: the model that the MODEL argument names.
         pretrained_arguments: keyword arguments of transformers' `from_pretrained` that identify the model.
-        has_generating_head: whether an encoder-decoder model was saved with the output head that generates the
-            decoder's text.
     """
 
     name: str
@@ -92,7 +95,6 @@ class ModelDescription:
     tokenizer: Any
     found_model: FoundModel
     pretrained_arguments: dict[str, str]
-    has_generating_head: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +182,6 @@ class EncodedText:
 
     Attributes:
         ids: (1, tokens), int64.
-        mask: (1, tokens), int64, all 1.
         tokens: text of each token; `CONTINUATION_MARK` for a further token of the same character.
         special: whether each token is a special token, such as [CLS].
         unknown: whether each token is the unknown token of the vocabulary.
@@ -189,12 +190,16 @@ class EncodedText:
     """
 
     ids: Tensor
-    mask: Tensor
     tokens: list[str]
     special: list[bool]
     unknown: list[bool]
     offsets: list[tuple[int, int]]
     gaps: list[str | None] | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """The attention mask of the text, which has no padding: (1, tokens), int64, all 1."""
+        return torch.ones_like(self.ids)
 
     @property
     def end_of_last_token(self) -> int:
@@ -240,21 +245,28 @@ def describe(model: str | FoundModel, *, stage: ReportStage | None = None) -> Mo
     transformers = _import_transformers()
     source = _from_pretrained_arguments(found)
     with silence_transformers(), hub_access(online=found.online):
-        sizes = _read_sizes(transformers, source)
-        check_configured_sizes(found.name, sizes)
+        check_configured_sizes(found.name, _read_sizes(transformers, source))
         with _explain_reading(found, source):
             config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
         # A configuration, or a nested one, may name a kernel of the Hugging Face hub, which is code that must not run.
         config._attn_implementation = None  # noqa: SLF001 - an argument would not override the file
         (stage or (lambda name: None))("tokenizer")
-        tokenizer = _load_tokenizer(transformers, source)
-    title = _title_of_model(found.name, found.file)
-    return ModelDescription(found.name, title, config, tokenizer, found, source, _has_generating_head(sizes))
+        tokenizer = _load_processor("AutoTokenizer", source)
+    # If the files of a tokenizer are missing, transformers creates one with special tokens only.
+    if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_ids):
+        tokenizer = None
+    return ModelDescription(found.name, _title_of_model(found), config, tokenizer, found, source)
 
 
 def family_head(model: ModelDescription) -> OutputHead | None:
     """Return the output head that models of a family can have; None for encoder-decoder models and image models."""
-    return _head_of_family(_import_transformers(), model.config)
+    config = model.config
+    if has_decoder(config):
+        return None
+    # An encoder may be configured as a decoder.
+    if type(config) in _classes_with_head("masked") and not getattr(config, "is_decoder", False):
+        return "masked"
+    return "language" if type(config) in _classes_with_head("language") else None
 
 
 def saved_head(model: ModelDescription) -> OutputHead | None:
@@ -271,7 +283,7 @@ def saved_head(model: ModelDescription) -> OutputHead | None:
         return None
     if "gguf_file" in model.pretrained_arguments:
         return head if head == "language" else None
-    saved = _classes_with_head(_import_transformers(), head)[type(model.config)].__name__
+    saved = _classes_with_head(head)[type(model.config)].__name__
     return head if saved in (model.config.architectures or ()) else None
 
 
@@ -309,15 +321,15 @@ def load(
         raise ArgumentError(f"dtype is {dtype!r}.", f"Give one of {', '.join(_DTYPES)}.")
     target = _checked_device(device)
     described = describe(model, stage=stage) if isinstance(model, str) else model
-    transformers = _import_transformers()
     if head is not None:
-        _check_head(transformers, described, head)
+        _check_head(described, head)
     with silence_transformers(), hub_access(online=described.found_model.online):
         (stage or (lambda name: None))("weights")
-        network = _load_weights(transformers, described, dtype, head).to(target).eval()
+        network = _load_weights(described, dtype, head).to(target).eval()
         loaded = LoadedModel(described.name, described.title, network, described.tokenizer, head=head)
         if loaded.reads_audio:
-            loaded = replace(loaded, feature_extractor=_feature_extractor(transformers, described.pretrained_arguments))
+            extractor = _load_processor("AutoFeatureExtractor", described.pretrained_arguments)
+            loaded = replace(loaded, feature_extractor=extractor)
     return loaded
 
 
@@ -341,13 +353,13 @@ def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> E
     if loaded.tokenizer is None:
         raise ModelError(f"{loaded.name} has no tokenizer.", "Give a model that reads text.")
     fast = bool(getattr(loaded.tokenizer, "is_fast", False))
-    cut = (
-        {"truncation": False}
-        if tokens is None
-        else {"truncation": True, "max_length": _check_token_count(loaded, tokens)}
-    )
+    if tokens is not None and tokens < (least := int(loaded.tokenizer.num_special_tokens_to_add()) + 1):
+        raise ArgumentError(
+            f"tokens is {tokens}.", f"Give at least {least} for {loaded.title}, special tokens included."
+        )
+    options = {"return_offsets_mapping": fast, "return_special_tokens_mask": True}
     with silence_transformers():
-        encoding = loaded.tokenizer(text, return_offsets_mapping=fast, return_special_tokens_mask=True, **cut)
+        encoding = loaded.tokenizer(text, truncation=tokens is not None, max_length=tokens, **options)
     ids = [int(each) for each in encoding["input_ids"]]
     most = max_tokens(loaded)
     if not ids:
@@ -360,20 +372,8 @@ def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> E
             f"Shorten it to {most:,} tokens (--tokens, or tokens= in Python), or use a model that reads longer texts.",
         )
     special = [bool(each) for each in encoding["special_tokens_mask"]]
-    unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
     offsets = [(int(start), int(end)) for start, end in encoding["offset_mapping"]] if fast else None
-    shown = _token_texts(loaded.tokenizer, ids, offsets, special, text)
-    offsets = offsets or [(0, 0)] * len(ids)
-    rows = torch.tensor([ids])
-    return EncodedText(
-        rows,
-        torch.ones_like(rows),
-        shown,
-        special,
-        unknown,
-        offsets,
-        _gaps_between_tokens(text, offsets) if fast else None,
-    )
+    return _encoded_text(loaded.tokenizer, ids, special, offsets, text)
 
 
 def tokenize_texts(loaded: LoadedModel, texts: Sequence[str], *, tokens: int) -> list[list[str]]:
@@ -448,11 +448,7 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
             f"Truncate it to {most:,} tokens.",
         )
     marks = set(loaded.tokenizer.all_special_ids)
-    special = [each in marks for each in ids]
-    unknown = [each == loaded.tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
-    rows = torch.tensor([ids])
-    shown = decode_tokens(loaded.tokenizer, ids, special)
-    return EncodedText(rows, torch.ones_like(rows), shown, special, unknown, [(0, 0)] * len(ids))
+    return _encoded_text(loaded.tokenizer, ids, [each in marks for each in ids])
 
 
 def check_text(text: str) -> None:
@@ -473,34 +469,20 @@ def check_text(text: str) -> None:
 def silence_transformers() -> Iterator[None]:
     """Silence the reports, progress bars and warnings of transformers and its hub while the context is active."""
     from huggingface_hub.utils import logging as hub_logging
+    from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging
 
-    level, bars, hub_level = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub_logging.get_verbosity()
-    logging.set_verbosity(CRITICAL)
-    hub_logging.set_verbosity(CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(), _silence_gguf_progress():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(level)
-        hub_logging.set_verbosity(hub_level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-@contextmanager
-def _silence_gguf_progress() -> Iterator[None]:
-    """Disable the progress bar that transformers shows, whatever its settings, while it loads a GGUF file."""
-    from transformers import modeling_gguf_pytorch_utils as reading
-
-    bar = getattr(reading, "tqdm", None)
-    reading.tqdm = lambda items, *args, **kwargs: items
-    try:
+    with Undo() as undo, warnings.catch_warnings():
+        for module in (logging, hub_logging):
+            undo.add_step(partial(module.set_verbosity, module.get_verbosity()))
+            module.set_verbosity(CRITICAL)
+        if logging.is_progress_bar_enabled():
+            undo.add_step(logging.enable_progress_bar)
+            logging.disable_progress_bar()
+        # transformers shows this progress bar, whatever its settings, while it loads a GGUF file.
+        undo.set_attribute(modeling_gguf_pytorch_utils, "tqdm", lambda items, *args, **kwargs: items)
+        warnings.simplefilter("ignore")
         yield
-    finally:
-        reading.tqdm = bar
 
 
 def _import_transformers() -> Any:
@@ -534,43 +516,28 @@ def _from_pretrained_arguments(found: FoundModel) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
-def _title_of_model(model: str, file: Path | None) -> str:
-    if file is None:
-        return model.rsplit("/", 1)[-1]
-    path = local_path(model)
-    if path == file:
-        return file.stem
-    return path.resolve().name if path == file.parent else model
+def _title_of_model(found: FoundModel) -> str:
+    """Return the short name of a model for pages and tables."""
+    if found.file is None:
+        return found.name.rsplit("/", 1)[-1]
+    path = local_path(found.name)
+    if path == found.file:
+        return path.stem
+    return path.resolve().name if path == found.file.parent else found.name
 
 
-def _has_generating_head(config: Any) -> bool:
-    """Whether a configuration is that of an encoder-decoder model with a language modelling head."""
-    if not isinstance(config, dict) or not config.get("is_encoder_decoder"):
-        return False
-    return re.search("ConditionalGeneration|LMHead|MTModel", str(config.get("architectures"))) is not None
-
-
-def _classes_with_head(transformers: Any, head: OutputHead) -> Any:
+def _classes_with_head(head: OutputHead) -> Any:
     """Return the mapping of transformers from the class of a configuration to the model class with an output head."""
-    return getattr(transformers, _HEADS[head].name_of_class_mapping)
+    return getattr(_import_transformers(), _HEADS[head].name_of_class_mapping)
 
 
-def _head_of_family(transformers: Any, config: Any) -> OutputHead | None:
-    """Return the output head that models with a configuration can have; an encoder may be configured as a decoder."""
-    if has_decoder(config):
-        return None
-    if type(config) in _classes_with_head(transformers, "masked") and not getattr(config, "is_decoder", False):
-        return "masked"
-    return "language" if type(config) in _classes_with_head(transformers, "language") else None
-
-
-def _check_head(transformers: Any, described: ModelDescription, head: OutputHead) -> None:
+def _check_head(described: ModelDescription, head: OutputHead) -> None:
     """Reject an output head that no model of this family has.
 
     Raises:
         ModelError: the model is an encoder and the head that of a language model, or the reverse, or no head fits.
     """
-    possible, title, wanted = _head_of_family(transformers, described.config), described.title, _HEADS[head]
+    possible, title, wanted = family_head(described), described.title, _HEADS[head]
     if possible == head:
         return
     mend = f"Give {wanted.kind_of_models}."
@@ -589,22 +556,21 @@ def _check_head(transformers: Any, described: ModelDescription, head: OutputHead
     raise ModelError(finding, mend)
 
 
-def _load_weights(transformers: Any, described: ModelDescription, dtype: str, head: OutputHead | None) -> Any:
+def _load_weights(described: ModelDescription, dtype: str, head: OutputHead | None) -> Any:
     """Load the model with the class for an output head, or with the first class that accepts its configuration.
 
     Raises:
         ModelError: the files lack weights of the head, or are not those of a text model.
     """
     choice = dtype if dtype == "auto" else getattr(torch, dtype)
-    if head is not None:
-        classes: tuple[str, ...] = (_HEADS[head].auto_class,)
-    else:
-        classes = (*_GENERATING_AUTO_CLASSES, *_AUTO_CLASSES) if described.has_generating_head else _AUTO_CLASSES
+    classes = _AUTO_CLASSES if head is None else (_HEADS[head].auto_class,)
+    if has_decoder(described.config) and _GENERATING_MODEL_NAME.search(str(described.config.architectures)):
+        classes = _GENERATING_AUTO_CLASSES + classes
     for each in classes:
         options = {"config": deepcopy(described.config), "dtype": choice, "trust_remote_code": False}
         with _explain_reading(described.found_model, described.pretrained_arguments):
             try:
-                network, report = getattr(transformers, each).from_pretrained(
+                network, report = getattr(_import_transformers(), each).from_pretrained(
                     **described.pretrained_arguments, **options, output_loading_info=True
                 )
             except ValueError as error:
@@ -634,33 +600,25 @@ def _explain_reading(found: FoundModel, source: dict[str, str]) -> Iterator[None
     try:
         yield
     except Exception as error:  # a broken file can raise any error
-        _reject_remote_code(found.name, str(error))
+        message = str(error)
+        if "weights_only" in message or "Weights only load failed" in message:
+            raise ModelError(
+                f"{found.name} stores its weights in a pickle, and this one is broken or contains more than tensors, "
+                "which may run code when it is opened.",
+                "Give the model with its weights as safetensors.",
+            ) from error
+        if "trust_remote_code" in message or "custom code" in message:
+            raise ModelError(
+                f"{found.name} needs Python code of its own, and multihead runs no code of a model.",
+                "Give a model of a family that is part of transformers.",
+            ) from error
         if found.file is not None or isinstance(error, ValueError):
             mend = "Download or convert it again." if "gguf_file" in source else _HOW_TO_SAVE_AGAIN
-            lines = str(error).strip().splitlines()
+            lines = message.strip().splitlines()
             raise ModelError(
                 f"{found.name} cannot be read: {lines[0].rstrip('.') if lines else type(error).__name__}.", mend
             ) from error
         raise unknown_model_error(found.name) from error
-
-
-def _reject_remote_code(model: str, message: str) -> None:
-    """Raise an error if transformers refused a model because loading it would run code of the model.
-
-    Raises:
-        ModelError: `message`, the error of transformers, is about such code.
-    """
-    if "weights_only" in message or "Weights only load failed" in message:
-        raise ModelError(
-            f"{model} stores its weights in a pickle, and this one is broken or contains more than tensors, which may "
-            "run code when it is opened.",
-            "Give the model with its weights as safetensors.",
-        )
-    if "trust_remote_code" in message or "custom code" in message:
-        raise ModelError(
-            f"{model} needs Python code of its own, and multihead runs no code of a model.",
-            "Give a model of a family that is part of transformers.",
-        )
 
 
 def _read_sizes(transformers: Any, source: dict[str, str]) -> Any:
@@ -674,30 +632,31 @@ def _read_sizes(transformers: Any, source: dict[str, str]) -> Any:
         return {}
 
 
-def _load_tokenizer(transformers: Any, source: dict[str, str]) -> Any:
+def _load_processor(auto_class: str, source: dict[str, str]) -> Any:
+    """Load the tokenizer or the feature extractor of a model with an auto class of transformers; None without one."""
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
-    except Exception:  # noqa: BLE001 - tokenizers raises a plain Exception for a broken file
+        return getattr(_import_transformers(), auto_class).from_pretrained(**source, trust_remote_code=False)
+    except Exception:  # noqa: BLE001 - a broken file can raise any error, also a plain Exception
         return None  # an image model has no tokenizer; encode() raises if one is needed
-    # If the files of a tokenizer are missing, transformers creates one with special tokens only.
-    return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
 
 
-def _feature_extractor(transformers: Any, source: dict[str, str]) -> Any:
-    try:
-        return transformers.AutoFeatureExtractor.from_pretrained(**source, trust_remote_code=False)
-    except Exception:  # noqa: BLE001 - a broken file can raise any error
-        return None
-
-
-def _check_token_count(loaded: DescribedModel, tokens: int) -> int:
-    """Return `tokens`, after rejecting a number that leaves no token for the text besides the special tokens."""
-    least = int(loaded.tokenizer.num_special_tokens_to_add()) + 1
-    if tokens < least:
-        raise ArgumentError(
-            f"tokens is {tokens}.", f"Give at least {least} for {loaded.title}, special tokens included."
-        )
-    return tokens
+def _encoded_text(
+    tokenizer: Any,
+    ids: list[int],
+    special: list[bool],
+    offsets: list[tuple[int, int]] | None = None,
+    text: str = "",
+) -> EncodedText:
+    """Return token ids as an encoded text; without offsets in `text`, each token is decoded, and gaps are unknown."""
+    unknown = [each == tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
+    shown = _token_texts(tokenizer, ids, offsets, special, text)
+    gaps: list[str | None] | None = None
+    if offsets is not None:
+        ends = accumulate((end for _, end in offsets), max, initial=0)
+        gaps = [
+            None if start == end else text[before:start] for before, (start, end) in zip(ends, offsets, strict=False)
+        ]
+    return EncodedText(torch.tensor([ids]), shown, special, unknown, offsets or [(0, 0)] * len(ids), gaps)
 
 
 def _token_texts(
@@ -709,25 +668,13 @@ def _token_texts(
     *,
     gaps: bool = False,
 ) -> list[str]:
-    """Return the text of each token, sliced by its offsets, or decoded if the tokenizer has no offsets."""
+    """Return the text between the offsets of each token, or the decoded token if the tokenizer has no offsets.
+
+    Tokens that make up one character have the same offsets. With `gaps`, the text of a token begins where the previous
+    token ends.
+    """
     if offsets is None:
         return decode_tokens(tokenizer, ids, special)
-    return _token_texts_by_offsets(tokenizer, ids, offsets, special, text, gaps=gaps)
-
-
-def _token_texts_by_offsets(
-    tokenizer: Any,
-    ids: Sequence[int],
-    offsets: Sequence[tuple[int, int]],
-    special: Sequence[bool],
-    text: str,
-    *,
-    gaps: bool,
-) -> list[str]:
-    """Return the text between the offsets of each token; tokens that make up one character have the same offsets.
-
-    With `gaps`, the text of a token begins where the previous token ends.
-    """
     shown: list[str] = []
     reached = 0
     for id_, (start, end), mark in zip(ids, offsets, special, strict=True):
@@ -739,16 +686,6 @@ def _token_texts_by_offsets(
             shown.append(text[reached if gaps else max(start, reached) : end] if end > reached else CONTINUATION_MARK)
             reached = max(reached, end)
     return shown
-
-
-def _gaps_between_tokens(text: str, offsets: Sequence[tuple[int, int]]) -> list[str | None]:
-    """Return the text between the previous token and each token; None for a token without text."""
-    gaps: list[str | None] = []
-    reached = 0
-    for start, end in offsets:
-        gaps.append(None if start == end else text[reached:start])
-        reached = max(reached, end)
-    return gaps
 
 
 def decode_tokens(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> list[str]:
