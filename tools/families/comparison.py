@@ -19,6 +19,7 @@ import multihead as mh
 from multihead.errors import ModelError
 from multihead.models import huggingface
 from multihead.models.coverage import attention_outside_interface, require_attention_interface, uses_attention_interface
+from multihead.models.rejection import IMPLEMENTATION_NAME
 from tools.families.breaking import parts_of_call, without
 from tools.families.catalogue import is_part
 from tools.families.detours import DETOURS, detour
@@ -341,11 +342,11 @@ def _ours(model: Any, trace: Trace, mutation: str | None) -> Iterator[None]:
         return huggingface.transformers_attention(module, query, key, value, attention_mask, **options)
 
     with huggingface.install(model):
-        AttentionInterface.register(huggingface.IMPLEMENTATION_NAME, attend)
+        AttentionInterface.register(IMPLEMENTATION_NAME, attend)
         try:
             yield
         finally:
-            AttentionInterface.register(huggingface.IMPLEMENTATION_NAME, huggingface.transformers_attention)
+            AttentionInterface.register(IMPLEMENTATION_NAME, huggingface.transformers_attention)
 
 
 def _run(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:

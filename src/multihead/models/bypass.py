@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from multihead.errors import ModelError
-from multihead.models.coverage import any_base_uses_interface, multiplies_matrices
+from multihead.models.coverage import any_base_uses_interface, multiplies_matrices, package_of
 from multihead.models.lazy_mask import mask_reads
 from multihead.models.pretrained import innermost_model, is_submodule_of
-from multihead.models.rejection import IMPLEMENTATION_ATTRIBUTE
+from multihead.models.rejection import selects_our_attention
 from multihead.tensors.undo import Undo
 
 ReportBypass = Callable[[str], object]
@@ -45,16 +45,14 @@ class AttentionCallCounts(threading.local):
 call_counts = AttentionCallCounts()
 
 
-def report_bypassing_modules(
-    undo: Undo, model: nn.Module, models: Mapping[str, Any], implementation: str, report: ReportBypass
-) -> None:
+def report_bypassing_modules(undo: Undo, model: nn.Module, models: Mapping[str, Any], report: ReportBypass) -> None:
     """Add hooks that report modules that compute attention or read the mask, but never call this library's attention.
 
     Args:
         undo: stores how to remove the hooks.
         model: a module that contains models of transformers.
-        models: the models of transformers in `model`, by qualified name.
-        implementation: name of this library's attention in transformers; models that use another one are not checked.
+        models: the models of transformers in `model`, by qualified name; those that use another attention are not
+            checked.
         report: called with a sentence that names the module.
     """
     attending = [name for name, module in model.named_modules() if any_base_uses_interface(type(module))]
@@ -62,16 +60,14 @@ def report_bypassing_modules(
         around = innermost_model(name, models)
         attends = name in attending
         kind: Any = type(module)
-        if kind.__module__.split(".")[0] == "multihead":  # a forward pass of this library's own layers counts as a call
+        if package_of(kind) == "multihead":  # a forward pass of this library's own layers counts as a call
             undo.hook_after_forward(module, partial(_count_call))
         # Submodules of an attention layer, such as the indexer of sparse attention, may read the mask only.
         reads = _may_attend_with_mask(kind) and not any(is_submodule_of(name, each) for each in attending)
         if around is not None and (attends or reads):
             config = getattr(module, "config", models[around].config)
             undo.hook_before_forward(module, _begin_forward)
-            undo.hook_after_forward(
-                module, partial(_report_if_bypassed, name, config, implementation, report, attends=attends)
-            )
+            undo.hook_after_forward(module, partial(_report_if_bypassed, name, config, report, attends=attends))
 
 
 def raise_bypass_error(sentence: str) -> None:
@@ -98,14 +94,14 @@ def _begin_forward(module: nn.Module, _: object) -> None:
 
 
 def _report_if_bypassed(
-    name: str, config: Any, implementation: str, report: ReportBypass, module: nn.Module, *_: object, attends: bool
+    name: str, config: Any, report: ReportBypass, module: nn.Module, *_: object, attends: bool
 ) -> None:
     if torch.compiler.is_compiling():
         return
     before = call_counts.counts_at_start.pop(id(module), None)
     if before is None or before[0] != call_counts.count or not (attends or before[1] != mask_reads.count):
         return
-    if getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == implementation and not _is_compiled(module):
+    if selects_our_attention(config) and not _is_compiled(module):
         read = "" if attends else "read the attention mask, and "
         report(f"{name} ({type(module).__name__}) {read}ran without a call of this library's attention.")
 
@@ -124,7 +120,7 @@ def _is_compiled(module: nn.Module) -> bool:
 @cache
 def _may_attend_with_mask(kind: Any) -> bool:
     """Whether the forward of a class multiplies matrices and takes a mask, and so may compute attention."""
-    if kind.__module__.split(".")[0] in ("multihead", "torch"):
+    if package_of(kind) in ("multihead", "torch"):
         return False
     parameters = inspect.signature(kind.forward).parameters.values()
     return multiplies_matrices(kind) and any(

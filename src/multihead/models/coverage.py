@@ -17,6 +17,7 @@ import dis
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import takewhile
@@ -59,11 +60,14 @@ def attention_outside_interface(model: nn.Module) -> dict[str, str]:
     }
 
 
+def package_of(kind: type) -> str:
+    """Return the name of the top-level package that defines a class."""
+    return kind.__module__.split(".")[0]
+
+
 def uses_attention_interface(kind: Any) -> bool:
     """Whether the forward of a class looks attention up in transformers' AttentionInterface."""
-    return kind.__module__.split(".")[0] not in ("multihead", "torch") and _interface_is_named(
-        _read_class_forward(kind).names
-    )
+    return package_of(kind) not in ("multihead", "torch") and _interface_is_named(_read_class_forward(kind).names)
 
 
 def any_base_uses_interface(kind: Any) -> bool:
@@ -84,13 +88,17 @@ def names_in_eager_attention(kind: Any) -> frozenset[str] | None:
     return frozenset().union(*names) if names else None
 
 
-def require_attention_interface(model: nn.Module) -> None:
-    """Check that all attention of a model goes through transformers' AttentionInterface.
+def require_attention_interface(model: nn.Module, is_checked: Callable[[str], bool] = lambda name: True) -> None:
+    """Check that attention of a model goes through transformers' AttentionInterface.
+
+    Args:
+        model: any module; usually a Hugging Face model.
+        is_checked: whether the submodule with a qualified name is checked; all are by default.
 
     Raises:
         ModelError: a module computes attention without it; the error names the first one.
     """
-    elsewhere = attention_outside_interface(model)
+    elsewhere = {name: reason for name, reason in attention_outside_interface(model).items() if is_checked(name)}
     if elsewhere:
         raise unsupported_model_error(type(model), elsewhere)
 
@@ -137,7 +145,7 @@ def _reason_module_unsupported(module: nn.Module) -> str | None:
     """Return why a module's attention would not run on our kernels; None if it would, or the module has none."""
     kind: Any = type(module)
     own = vars(module).get("forward")
-    if own is None or kind.__module__.split(".")[0] in ("multihead", "torch"):
+    if own is None or package_of(kind) in ("multihead", "torch"):
         return _reason_class_unsupported(kind)
     replaced = _reason_code_unsupported(kind, _read_forward_code(kind, own, vars(module)), kind.__mro__)
     return replaced and f"The forward of this {kind.__name__} was replaced. {replaced}"
@@ -150,7 +158,7 @@ def _reason_eager_differs(module: nn.Module) -> str | None:
     not tested here: `python -m tools.families` compares their outputs.
     """
     kind: Any = type(module)
-    if kind.__module__.split(".")[0] in ("multihead", "torch", "transformers"):
+    if package_of(kind) in ("multihead", "torch", "transformers"):
         return None
     for function in _read_class_forward(kind).default_functions:
         if function.__module__.split(".")[0] != "transformers" and not _computes_softmax_attention(function, module):
@@ -179,13 +187,13 @@ def _computes_softmax_attention(function: FunctionType, module: nn.Module) -> bo
 
 @cache
 def _reason_class_unsupported(kind: Any) -> str | None:
-    if kind.__module__.split(".")[0] == "multihead":
+    if package_of(kind) == "multihead":
         return None
     if kind is nn.MultiheadAttention:
         return "torch.nn.MultiheadAttention computes its attention itself; mh.use and mh.observe replace it."
     if issubclass(kind, nn.MultiheadAttention):
         return f"{kind.__name__} may replace the forward of torch.nn.MultiheadAttention."
-    if kind.__module__.split(".")[0] == "torch":
+    if package_of(kind) == "torch":
         return None
     return _reason_code_unsupported(kind, _read_class_forward(kind), kind.__mro__[1:])
 

@@ -32,12 +32,16 @@ from multihead.models.coverage import names_in_eager_attention, require_attentio
 from multihead.models.lazy_mask import BooleanMask, LazyMask
 from multihead.models.mask_functions import MaskExtent, mask_of_function, padding_mask, padding_of_keys
 from multihead.models.pretrained import is_cross_attention, pretrained_models
-from multihead.models.rejection import IMPLEMENTATION_ATTRIBUTE, configurations_of, reject_unsupported_models
+from multihead.models.rejection import (
+    IMPLEMENTATION_ATTRIBUTE,
+    IMPLEMENTATION_NAME,
+    configurations_of,
+    reject_unsupported_models,
+)
 from multihead.scores.bias import Bias, add_biases
 from multihead.tensors.tracing import constant_in_graphs, is_traced
 from multihead.tensors.undo import Undo
 
-IMPLEMENTATION_NAME = "multihead"
 _FULL_MASK, _CAUSAL_MASK = Full(), Causal()
 # types of models whose layers concatenate numbers to the mask, which must therefore be additive
 _ADDITIVE_MASK_MODEL_TYPES = frozenset({"deepseek_v4"})
@@ -83,7 +87,7 @@ def _install_attention(model: nn.Module, report: ReportBypass, undo: Undo) -> No
     register_in_transformers()
     replace_until_undone(undo, model)
     require_attention_interface(model)
-    report_bypassing_modules(undo, model, models, IMPLEMENTATION_NAME, report)
+    report_bypassing_modules(undo, model, models, report)
     for config in configurations_of(model):
         undo.set_attribute(config, IMPLEMENTATION_ATTRIBUTE, IMPLEMENTATION_NAME)
 
@@ -132,17 +136,7 @@ def transformers_attention(
     """
     if not torch.compiler.is_compiling():
         call_counts.count += 1
-    _check_options(module, options)
-    if cache is not None:
-        raise ModelError(
-            "The model runs with continuous batching, which this library does not support.",
-            "Call model(...) or model.generate(...).",
-        )
-    if sinks is not None:
-        raise ModelError(
-            f"{type(module).__name__} computes a sink per query, and our kernels have a sink per head.",
-            "Use this model with attn_implementation='eager'.",
-        )
+    _check_arguments(module, cache, sinks, options)
     if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding converted them to float32
     if "rank_heads" in module.__dict__:  # `parallelize` split the layer
@@ -159,7 +153,9 @@ def transformers_attention(
         bias = position_bias if bias is None else add_biases(position_bias, bias, query.shape[2], keys)
     terms = (mask, bias, softcap, s_aux, scaling, float(dropout))
     attended = eager.attend(query, key, value, (*terms, start))
-    returned = _returns_weights(options)
+    returned = output_attentions.are_weights_wanted(options)
+    if returned:
+        reject_split_sequence("output_attentions=True", "Compute the weights outside, from all tokens.")
     if attended is not None and not returned:
         output, weights = attended[0], None
     else:
@@ -173,8 +169,18 @@ def transformers_attention(
     return output.transpose(1, 2).contiguous(), weights
 
 
-def _check_options(module: nn.Module, options: dict[str, object]) -> None:
-    """Reject a tensor argument that the layer's eager attention uses and ours would ignore."""
+def _check_arguments(module: nn.Module, cache: object, sinks: Tensor | None, options: dict[str, object]) -> None:
+    """Reject arguments of a call that the layer's eager attention uses and ours would ignore."""
+    if cache is not None:
+        raise ModelError(
+            "The model runs with continuous batching, which this library does not support.",
+            "Call model(...) or model.generate(...).",
+        )
+    if sinks is not None:
+        raise ModelError(
+            f"{type(module).__name__} computes a sink per query, and our kernels have a sink per head.",
+            "Use this model with attn_implementation='eager'.",
+        )
     for name, value in options.items():
         if isinstance(value, Tensor) and _may_eager_use(type(module), name):
             raise ModelError(
@@ -223,14 +229,6 @@ def _mask_of_selection(
         seen = _indices_to_mask(block_indices.long(), -(-keys // size)).repeat_interleave(size, -1)[..., :keys]
         mask = mask & Keep(seen.repeat_interleave(heads // block_indices.shape[1], 1))
     return mask
-
-
-def _returns_weights(options: dict[str, object]) -> bool:
-    """Whether the model returns the attention weights of a call; raise an error if ranks split its sequence."""
-    wanted = output_attentions.are_weights_wanted(options)
-    if wanted:
-        reject_split_sequence("output_attentions=True", "Compute the weights outside, from all tokens.")
-    return wanted
 
 
 def _attend_and_publish(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -396,5 +394,5 @@ def register_in_transformers() -> None:
 
     AttentionInterface.register(IMPLEMENTATION_NAME, transformers_attention)
     AttentionMaskInterface.register(IMPLEMENTATION_NAME, transformers_mask)
-    reject_unsupported_models(IMPLEMENTATION_NAME)
-    output_attentions.allow_output_attentions(IMPLEMENTATION_NAME)
+    reject_unsupported_models()
+    output_attentions.allow_output_attentions()

@@ -23,7 +23,7 @@ from multihead.errors import ArgumentError
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import scores, visible_cells, without_autocast
 from multihead.kernels.reference import softmax
-from multihead.models.rejection import IMPLEMENTATION_ATTRIBUTE
+from multihead.models.rejection import selects_our_attention
 from multihead.probes.tile import tile
 from multihead.tensors.tracing import is_in_backward_pass, is_traced
 
@@ -51,8 +51,8 @@ class _OutputCollector:
     collector: ClassVar[Any] = None
 
 
-def allow_output_attentions(implementation: str) -> None:
-    """Make transformers accept `output_attentions=True` with an attention implementation; called once per process."""
+def allow_output_attentions() -> None:
+    """Make transformers accept `output_attentions=True` with this library's attention; called once per process."""
     from transformers import PreTrainedConfig
     from transformers.utils.output_capturing import _active_collector
 
@@ -60,14 +60,14 @@ def allow_output_attentions(implementation: str) -> None:
     option, check = kind.output_attentions, kind.validate_output_attentions
 
     def set_output_attentions(config: Any, value: Any) -> None:
-        if getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == implementation:
+        if selects_our_attention(config):
             config._output_attentions = value  # noqa: SLF001 - what transformers' own setter does for "eager"
         else:
             option.fset(config, value)
 
     @wraps(check)
     def validate_unless_ours(config: Any) -> None:
-        if getattr(config, IMPLEMENTATION_ATTRIBUTE, None) != implementation:
+        if not selects_our_attention(config):
             check(config)
 
     kind.output_attentions = property(option.fget, set_output_attentions, doc=option.__doc__)

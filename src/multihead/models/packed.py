@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from multihead.errors import ModelError
 from multihead.layer.packing import Packing
 from multihead.masks import Causal, Documents, Full, Mask, Window
-from multihead.models.huggingface import IMPLEMENTATION_NAME, install
+from multihead.models.huggingface import install
 from multihead.models.lazy_mask import LazyMask
 from multihead.models.pretrained import (
     first_layer_type_mask,
@@ -41,6 +41,7 @@ from multihead.models.pretrained import (
     pretrained_models,
     signature_without_self,
 )
+from multihead.models.rejection import selects_our_attention
 from multihead.scores.bias import RelativeBias, offsets
 from multihead.scores.position_biases import distance_buckets
 from multihead.tensors.tracing import is_traced
@@ -250,7 +251,7 @@ def _can_pack(model: Any, inputs: dict[str, Any]) -> bool:
     rotary = getattr(getattr(model, "rotary_emb", None), "rope_type", "default")
     return not (
         _padded_contexts.get()
-        or getattr(config, "_attn_implementation", None) != IMPLEMENTATION_NAME  # the user has chosen another attention
+        or not selects_our_attention(config)  # the user has chosen another attention
         or getattr(config, "is_decoder", False)
         or inputs.get("encoder_hidden_states") is not None
         or inputs.get("output_attentions", getattr(config, "output_attentions", False))

@@ -24,50 +24,42 @@ from typing import Any
 from torch import nn
 
 from multihead.models.coverage import (
-    attention_outside_interface,
     classes_lacking_implementation,
+    require_attention_interface,
     unsupported_model_error,
 )
 from multihead.models.pretrained import innermost_model, pretrained_models
 
+IMPLEMENTATION_NAME = "multihead"
 # attribute of a configuration with the name of the attention
 IMPLEMENTATION_ATTRIBUTE = "_attn_implementation_internal"
 
 
-def reject_unsupported_models(implementation: str) -> None:
-    """Make transformers reject an attention implementation for models that bypass AttentionInterface; called once."""
+def selects_our_attention(config: Any) -> bool:
+    """Whether a configuration of transformers selects this library's attention."""
+    return bool(getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == IMPLEMENTATION_NAME)
+
+
+def reject_unsupported_models() -> None:
+    """Make transformers reject this library's attention for models that bypass AttentionInterface; called once."""
     from transformers import PreTrainedModel
 
     kind: Any = PreTrainedModel
-    kind.__init__ = _wrap_init(kind.__init__, implementation)
-    kind.post_init = _wrap_post_init(kind.post_init, implementation)
-    kind.set_attn_implementation = _wrap_set_implementation(kind.set_attn_implementation, implementation)
+    init, post_init, set_implementation = kind.__init__, kind.post_init, kind.set_attn_implementation
 
-
-def _wrap_init(init: Callable[..., None], implementation: str) -> Callable[..., None]:
     @wraps(init)
     def checked_init(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == implementation and (
-            by_name := classes_lacking_implementation(type(model), implementation)
+        if selects_our_attention(config) and (
+            by_name := classes_lacking_implementation(type(model), IMPLEMENTATION_NAME)
         ):
             raise unsupported_model_error(type(model), by_name)
         init(model, config, *args, **kwargs)
 
-    return checked_init
-
-
-def _wrap_post_init(post_init: Callable[..., None], implementation: str) -> Callable[..., None]:
     @wraps(post_init)
     def checked_post_init(model: Any) -> None:
-        _check_attention_interface(
-            model, lambda config: getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == implementation
-        )
+        _check_attention_interface(model, selects_our_attention)
         post_init(model)
 
-    return checked_post_init
-
-
-def _wrap_set_implementation(set_implementation: Callable[..., None], implementation: str) -> Callable[..., None]:
     @wraps(set_implementation)
     def checked_set_implementation(model: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         requested = _requested_implementations(model.config, attn_implementation)
@@ -75,18 +67,19 @@ def _wrap_set_implementation(set_implementation: Callable[..., None], implementa
         of_model = requested[id(model.config)]
 
         def is_requested(config: Any) -> bool:
-            return bool(requested.get(id(config), of_model) == implementation)
+            return bool(requested.get(id(config), of_model) == IMPLEMENTATION_NAME)
 
         _check_attention_interface(model, is_requested)
         set_implementation(model, attn_implementation, *args, **kwargs)
         # transformers sets the implementation in the model's configuration, but not in copies that layers hold.
         for config in configurations_of(model):
             if is_requested(config):
-                setattr(config, IMPLEMENTATION_ATTRIBUTE, implementation)
-            elif id(config) not in requested and getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == implementation:
+                setattr(config, IMPLEMENTATION_ATTRIBUTE, IMPLEMENTATION_NAME)
+            elif id(config) not in requested and selects_our_attention(config):
                 setattr(config, IMPLEMENTATION_ATTRIBUTE, getattr(model.config, IMPLEMENTATION_ATTRIBUTE))
 
-    return checked_set_implementation
+    kind.__init__, kind.post_init = checked_init, checked_post_init
+    kind.set_attn_implementation = checked_set_implementation
 
 
 def configurations_of(model: nn.Module) -> list[Any]:
@@ -115,15 +108,8 @@ def _check_attention_interface(model: Any, is_requested: Callable[[Any], bool]) 
     """
     models = pretrained_models(model)
     wanting = {name for name, part in models.items() if is_requested(part.config)}
-    if not wanting:
-        return
-    elsewhere = {
-        name: reason
-        for name, reason in attention_outside_interface(model).items()
-        if innermost_model(name, models) in wanting
-    }
-    if elsewhere:
-        raise unsupported_model_error(type(model), elsewhere)
+    if wanting:
+        require_attention_interface(model, lambda name: innermost_model(name, models) in wanting)
 
 
 def _requested_implementations(config: Any, request: Any) -> dict[int, Any]:
@@ -133,14 +119,10 @@ def _requested_implementations(config: Any, request: Any) -> dict[int, Any]:
         config: a configuration of transformers.
         request: a name for all, or a dict: sub-configuration ("" for `config` itself) -> a name or such a dict.
     """
-    parts = request if isinstance(request, dict) else {}
-    found = {
-        id(config): parts.get("", getattr(config, IMPLEMENTATION_ATTRIBUTE, None))
-        if isinstance(request, dict)
-        else request
-    }
+    parts = request if isinstance(request, dict) else dict.fromkeys(("", *config.sub_configs), request)
+    found = {id(config): parts.get("", getattr(config, IMPLEMENTATION_ATTRIBUTE, None))}
     for key in config.sub_configs:
         part = getattr(config, key, None)
         if part is not None:
-            found |= _requested_implementations(part, parts.get(key, {}) if isinstance(request, dict) else request)
+            found |= _requested_implementations(part, parts.get(key, {}))
     return found
