@@ -35,9 +35,7 @@ def guard_caches(model: nn.Module) -> Iterator[None]:
 
 def _guard_given_cache(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     """Forward pre-hook that guards the cache with which a model is called."""
-    for each in _caches_within((kwargs or {}).get("past_key_values")):
-        if isinstance(each, _CacheGuard):
-            continue
+    for each in _unguarded_caches((kwargs or {}).get("past_key_values")):
         states = head_changes.change_states_of(module)
         if each.get_seq_length() > 0:
             head_changes.check_cache_states(frozenset(), states)
@@ -47,16 +45,16 @@ def _guard_given_cache(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, 
 
 def _guard_returned_cache(module: nn.Module, _: object, output: object) -> None:
     """Forward hook that guards a cache that the model made itself."""
-    for each in _caches_within(getattr(output, "past_key_values", None)):
-        if not isinstance(each, _CacheGuard):
-            _guard_cache(each, module, head_changes.change_states_of(module))
+    for each in _unguarded_caches(getattr(output, "past_key_values", None)):
+        _guard_cache(each, module, head_changes.change_states_of(module))
 
 
-def _caches_within(given: Any) -> list[Any]:
-    """Return the caches of self- and cross-attention in a cache of transformers; none for other objects."""
+def _unguarded_caches(given: Any) -> list[Any]:
+    """Return the caches of self- and cross-attention in a cache of transformers that are not guarded yet."""
     parts = [getattr(given, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     found = parts if parts[0] is not None else [given]
-    return [each for each in found if hasattr(each, "update") and hasattr(each, "get_seq_length")]
+    caches = [each for each in found if hasattr(each, "update") and hasattr(each, "get_seq_length")]
+    return [each for each in caches if not isinstance(each, _CacheGuard)]
 
 
 class _CacheGuard:

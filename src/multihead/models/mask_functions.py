@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, partial, reduce
+from operator import and_, or_
 from typing import Any
 
 import torch
@@ -62,26 +63,28 @@ def mask_of_function(function: MaskFunction, extent: MaskExtent) -> Mask | None:
     """
     if getattr(function, "__closure__", None) is None and inspect.isfunction(function):
         return _mask_of_plain_function(function)
-    mask = _mask_by_name(function, extent)
-    return mask if mask is not None and _agrees_on_three_queries(mask, function, extent) else None
+    return _mask_if_equal(function, extent)
 
 
 @cache
 def _mask_of_plain_function(function: MaskFunction) -> Mask | None:
     """Convert a mask function without closure variables, and compare the mask with it once, on 5 x 5 cells."""
-    extent = MaskExtent(2, 5, 5, 0, 0, torch.device("cpu"))
-    mask = _mask_by_name(function, extent)
-    return mask if mask is not None and _agrees_on_three_queries(mask, function, extent) else None
+    return _mask_if_equal(function, MaskExtent(2, 5, 5, 0, 0, torch.device("cpu")))
 
 
-def _mask_by_name(function: MaskFunction, extent: MaskExtent) -> Mask | None:
-    name = getattr(function, "__qualname__", "")
-    closure = dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
-    convert = _CONVERTERS.get(name)
+def _mask_if_equal(function: MaskFunction, extent: MaskExtent) -> Mask | None:
+    """Convert a mask function to a mask; None if the function is unknown, or the mask is not equal to it."""
     try:
-        return convert(closure, extent) if convert is not None else None
-    except (KeyError, TypeError, AttributeError, IndexError, ArgumentError):
+        mask = _mask_by_name(function, extent)
+    except (LookupError, TypeError, AttributeError, ArgumentError):
         return None  # the function is from a version of transformers with other closure variables, or a window is empty
+    return mask if _agrees_on_three_queries(mask, function, extent) else None
+
+
+def _mask_by_name(function: MaskFunction, extent: MaskExtent) -> Mask:
+    """Convert a mask function by its name and closure variables; an error is raised if they are unknown."""
+    closure = dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
+    return _CONVERTERS[_name_of_function(function)](closure, extent)
 
 
 def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: MaskExtent) -> bool:
@@ -98,25 +101,13 @@ def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: MaskExt
     except (RuntimeError, IndexError, TypeError):
         return False  # the function does not support tensors of indices
     size = (extent.batch, 1, len(rows), extent.keys)
-    read = torch.cat(
-        [
-            mask.tile(
-                TilePositions.from_sizes(
-                    extent.queries,
-                    extent.keys,
-                    query_start=extent.query_start,
-                    device=extent.device,
-                    rows=slice(row, row + 1),
-                )
-            ).expand(extent.batch, 1, 1, -1)
-            for row in rows
-        ],
-        2,
-    )
+    place = partial(TilePositions.from_sizes, extent.queries, extent.keys, query_start=extent.query_start)
+    tiles = [mask.tile(place(device=extent.device, rows=slice(row, row + 1))) for row in rows]
+    read = torch.cat([each.expand(extent.batch, 1, 1, -1) for each in tiles], 2)
     return bool((expected.expand(size) == read.expand(size)).all())
 
 
-def _masks_of_subfunctions(closure: dict[str, Any], extent: MaskExtent) -> list[Mask] | None:
+def _masks_of_subfunctions(closure: dict[str, Any], extent: MaskExtent) -> list[Mask]:
     functions = list(closure["mask_functions"])
     if any(_name_of_function(each).startswith("packed_sequence_mask_function") for each in functions):
         # Within a packed sequence positions increase by one per token, so remapping positions does not change a mask
@@ -126,14 +117,11 @@ def _masks_of_subfunctions(closure: dict[str, Any], extent: MaskExtent) -> list[
         ]
         inner = [inspect.getclosurevars(each).nonlocals["mask_function"] for each in remapped]
         functions = [each for each in functions if each not in remapped] + inner
-    masks = [_mask_by_name(each, extent) for each in functions]
-    return None if any(mask is None for mask in masks) else [mask for mask in masks if mask is not None]
+    return [_mask_by_name(each, extent) for each in functions]
 
 
-def _intersection_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
+def _intersection_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask:
     parts = _masks_of_subfunctions(closure, extent)
-    if parts is None:
-        return None
     if Causal() in parts:
         # `key > query - w` and `key <= query` together are one window: the query and the w - 1 keys before it.
         windows = [
@@ -143,12 +131,7 @@ def _intersection_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask | No
         if overlays:
             parts = [each for each in parts if each != Causal() and each not in overlays]
             parts = [Window(min(each.size for each in overlays)), *parts]
-    return reduce(lambda left, right: left & right, parts)
-
-
-def _union_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
-    parts = _masks_of_subfunctions(closure, extent)
-    return None if parts is None else reduce(lambda left, right: left | right, parts)
+    return reduce(and_, parts)
 
 
 def _lookback_window(closure: dict[str, Any], extent: MaskExtent) -> Mask:
@@ -167,11 +150,11 @@ def _two_sided_window_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask:
     return Window(width + 1, after=width)
 
 
-def _documents_of_chunks(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
+def _documents_of_chunks(closure: dict[str, Any], extent: MaskExtent) -> Mask:
     """Convert chunked attention, chunks of equal size after the left padding, to a Documents mask."""
     size, padding = int(closure["chunk_size"]), closure["left_padding"].to(extent.device)
     if extent.key_offset:
-        return None
+        raise LookupError("The chunks of dropped keys are unknown.")
     first = padding % size  # number of tokens of the incomplete chunk at the start, which is all padding
     count = -(-extent.keys // size) + 1
     whole = torch.full((extent.batch, count), size, dtype=torch.int64, device=extent.device)
@@ -179,15 +162,11 @@ def _documents_of_chunks(closure: dict[str, Any], extent: MaskExtent) -> Mask | 
     return Documents(truncate_documents(lengths, extent.keys))
 
 
-def _mask_of_padding(closure: dict[str, Any], extent: MaskExtent) -> Mask:
-    return padding_mask(padding_of_keys(closure["padding_mask"], extent))
-
-
-def _documents_of_sequence_numbers(closure: dict[str, Any], extent: MaskExtent) -> Mask | None:
+def _documents_of_sequence_numbers(closure: dict[str, Any], extent: MaskExtent) -> Mask:
     """Convert the sequence number of each token, in increasing order, to a Documents mask."""
     number = closure["packed_sequence_mask"]  # (batch, length)
     if extent.key_offset or extent.query_offset or not bool((number.diff(dim=-1) >= 0).all()):
-        return None
+        raise LookupError("The packed sequences are not in order, or continue a cache.")
     lengths = torch.nn.functional.one_hot(number - number[:, :1]).sum(1)  # (batch, sequences)
     return Documents(lengths)
 
@@ -225,14 +204,16 @@ def _name_of_function(function: object) -> str:
     return getattr(function, "__qualname__", "")
 
 
-_CONVERTERS: dict[str, Callable[[dict[str, Any], MaskExtent], Mask | None]] = {
+_CONVERTERS: dict[str, Callable[[dict[str, Any], MaskExtent], Mask]] = {
     "causal_mask_function": lambda closure, extent: Causal(),
     "bidirectional_mask_function": lambda closure, extent: Full(),
     "and_masks.<locals>.and_mask": _intersection_mask,
-    "or_masks.<locals>.or_mask": _union_mask,
+    "or_masks.<locals>.or_mask": lambda closure, extent: reduce(or_, _masks_of_subfunctions(closure, extent)),
     "sliding_window_overlay.<locals>.inner_mask": _lookback_window,
     "sliding_window_bidirectional_overlay.<locals>.inner_mask": _two_sided_window_mask,
     "chunked_overlay.<locals>.inner_mask": _documents_of_chunks,
-    "padding_mask_function.<locals>.inner_mask": _mask_of_padding,
+    "padding_mask_function.<locals>.inner_mask": lambda closure, extent: padding_mask(
+        padding_of_keys(closure["padding_mask"], extent)
+    ),
     "packed_sequence_mask_function.<locals>.inner_mask": _documents_of_sequence_numbers,
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import wraps
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -159,13 +160,13 @@ class LazyWeights(Tensor):
         entries = _expand_index(index, self.ndim)
         if entries is None or self._request is None:
             return self.read_all()[index]
-        samples, heads, queries, keys = map(_range_of_index_entry, entries, self.shape)
-        self._check_size(self.shape[0] * len(heads) * len(queries) * len(keys))  # a tile is computed for all samples
-        cells = tile(
-            self._request, self._logsumexp, heads=list(heads), queries=_as_slice(queries), keys=_as_slice(keys)
-        )
+        places = [_slice_of_index_entry(entry, size) for entry, size in zip(entries, self.shape, strict=True)]
+        sizes = [len(range(size)[place]) for size, place in zip(self.shape, places, strict=True)]
+        self._check_size(self.shape[0] * prod(sizes[1:]))  # a tile is computed for all samples
+        samples, heads, queries, keys = places
+        cells = tile(self._request, self._logsumexp, heads=heads, queries=queries, keys=keys)
         without_axes = tuple(slice(None) if isinstance(entry, slice) else 0 for entry in entries)
-        return cells[_as_slice(samples)][without_axes].to(self.dtype)
+        return cells[samples][without_axes].to(self.dtype)
 
     def _check_size(self, count: int) -> None:
         if count > MAX_WEIGHTS:
@@ -223,11 +224,7 @@ def _expand_index(index: Any, axes: int) -> list[Any] | None:
     return [*plain[:place], *[slice(None)] * (axes - len(plain)), *plain[place:]]
 
 
-def _range_of_index_entry(entry: Any, size: int) -> range:
-    """Return the range of indices that an int or a slice selects from an axis of length `size`."""
-    places = range(size)
-    return places[entry] if isinstance(entry, slice) else range(places[entry], places[entry] + 1)
-
-
-def _as_slice(places: range) -> slice:
-    return slice(places.start, places.stop)
+def _slice_of_index_entry(entry: Any, size: int) -> slice:
+    """Return the slice that an int or a slice selects from an axis of length `size`."""
+    place = range(size)[entry]  # raises an IndexError for an int outside of the axis
+    return entry if isinstance(entry, slice) else slice(place, place + 1)

@@ -267,10 +267,9 @@ def _read_token_inputs(model: _TrackedModel, args: tuple[Any, ...], kwargs: dict
     # be.
     main = getattr(model.module, "main_input_name", None)
     given = {key: each for key, each in bound.items() if isinstance(each, Tensor) and each.dim() > 1}
-    lengths = {key: each.size(0) for key, each in given.items()}  # a nested tensor has no len
-    batches = (
-        () if main is None or not lengths else (lengths.get(main, next(iter(lengths.values()))), *lengths.values())
-    )
+    batches = tuple(each.size(0) for each in given.values())  # a nested tensor has no len
+    if batches:
+        batches = () if main is None else (given[main].size(0) if main in given else batches[0], *batches)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         return TokenInputs(None, tokens, batches)
     return TokenInputs(ids.detach().to("cpu", torch.int64, copy=True), tokens, batches)

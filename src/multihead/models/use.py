@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, overload
 
 import torch
@@ -107,9 +106,7 @@ class Used:
         self._undo.permanent = False
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
     def __repr__(self) -> str:
@@ -132,9 +129,6 @@ class _KernelsOfFirstCalls:
     def receive(self, call: AttentionCall) -> None:
         """Store the explanation of a call if it is the first one of its layer."""
         origin = call.request.origin
-        if (
-            origin is not None
-            and (name := self.names.get(id(origin.layer))) is not None
-            and name not in self.explanation_by_name
-        ):
+        name = None if origin is None else self.names.get(id(origin.layer))
+        if name is not None and name not in self.explanation_by_name:
             self.explanation_by_name[name] = explain_request(call.request)
