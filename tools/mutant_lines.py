@@ -300,7 +300,7 @@ MUTANTS = (
            "factors = more if factors is None else factors * more", "factors = more",
            ("tests/interventions/test_observed.py",)),
     Mutant("interventions", "a layer is recomputed with other heads", "interventions/ablate.py",
-           "return self.serial, call.forward_passes", "return 0, call.forward_passes",
+           "new), self.serial, forward_pass", "new), 0, forward_pass",
            ("tests/interventions/test_gradients.py", "-k", "another_intervention")),
     Mutant("interventions", "a cache is continued with other heads", "kernels/head_changes.py",
            "if states is not None and states != filled:", "if False:",

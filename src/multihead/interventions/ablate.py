@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
-from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -142,30 +141,32 @@ def scale_heads(
     return Intervention(model, found, ScaledOutput(), positions, samples, allow_mixed=allow_mixed)
 
 
+@dataclass(eq=False, repr=False)
 class Intervention:
     """A change to the outputs of some heads of a model, active inside a `with` block; made by `ablate`, `scale_heads`.
 
     The same object may be entered again after its block has ended.
 
     Attributes:
+        model: the model.
         heads: head -> the factor of its output (0 where it is replaced).
         replacement: what replaces the output.
+        positions: the tokens whose output is replaced, see `ablate`.
+        samples: the texts of each batch whose heads are changed, by index; None for all.
+        allow_mixed: whether a key/value cache may have been filled under other interventions.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        heads: dict[HeadKey, float],
-        replacement: Replacement,
-        positions: Positions = None,
-        samples: Sequence[int] | None = None,
-        *,
-        allow_mixed: bool = False,
-    ) -> None:
-        self.model, self.heads, self.replacement, self.allow_mixed = model, heads, replacement, allow_mixed
-        self.positions = _check_positions(positions)
-        self.samples = _check_indices("samples", samples, "sample")
-        self._active_run: _InterventionRun | None = None
+    model: nn.Module
+    heads: dict[HeadKey, float]
+    replacement: Replacement
+    positions: Positions = None
+    samples: Sequence[int] | None = None
+    allow_mixed: bool = False
+    _active_run: _InterventionRun | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.positions = _check_positions(self.positions)
+        self.samples = _check_indices("samples", self.samples, "sample")
 
     def __repr__(self) -> str:
         heads = (f"{key} {self.replacement.describe(factor)}" for key, factor in self.heads.items())
@@ -175,13 +176,16 @@ class Intervention:
         if self._active_run is not None:
             raise ArgumentError("This intervention is already active.", "Make another one with mh.ablate.")
         run = _InterventionRun(self)
-        run.start()
+        settings = self.replacement, repr(self.positions), self.samples
+        state = None if self.allow_mixed else _InterventionState(self.heads, settings, run.layers)
+        with ExitStack() as stack:
+            stack.enter_context(follow_calls(self.model, run.change, state=state))
+            stack.enter_context(guard_caches(self.model))
+            run.stack = stack.pop_all()
         self._active_run = run
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         run, self._active_run = self._active_run, None
         if run is not None:
             run.stack.close()
@@ -205,12 +209,6 @@ class _InterventionState:
     heads: Mapping[HeadKey, float]
     settings: tuple[object, ...]
     layers: Mapping[str, int]
-
-    @staticmethod
-    def from_intervention(intervention: Intervention, layers: Mapping[str, int]) -> _InterventionState:
-        """Return the state of a block of an intervention."""
-        settings = intervention.replacement, repr(intervention.positions), intervention.samples
-        return _InterventionState(intervention.heads, settings, layers)
 
     def __hash__(self) -> int:
         return hash(self.settings)
@@ -249,19 +247,6 @@ class _InterventionRun:
     # name of a layer -> the result of `_heads_of_layer`
     _heads_of_layers: dict[str, tuple[list[HeadKey], Tensor, Tensor] | None] = field(default_factory=dict)
 
-    def start(self) -> None:
-        """Enter the contexts that follow the model's calls and guard its caches; leave them if one fails."""
-        with ExitStack() as stack:
-            model = self.intervention.model
-            state = (
-                None
-                if self.intervention.allow_mixed
-                else _InterventionState.from_intervention(self.intervention, self.layers)
-            )
-            self.inputs = stack.enter_context(follow_calls(model, self.change, state=state))
-            stack.enter_context(guard_caches(model))
-            self.stack = stack.pop_all()
-
     def change(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Change the output of a call, (batch, heads, queries, value_dim), as `HeadChange.change_output` does."""
         self.layers.setdefault(call.layer_name, call.layer_number)
@@ -284,21 +269,11 @@ class _InterventionRun:
             of_query = torch.where(where[:, None], scales[:, None], 1)  # (batch, heads, queries)
         for key in keys:
             self.reached_heads[key] = touched | self.reached_heads.get(key, False)
-        changed = mark_changed_output(output.index_copy(1, heads, new), *self._identifying_numbers(call))
+        # The numbers are equal for two calls only if both are changed in the same way.
+        forward_pass = 0 if where is None else call.forward_passes
+        changed = mark_changed_output(output.index_copy(1, heads, new), self.serial, forward_pass, call.layer_number)
         ones = output.new_ones(1 if where is None else len(output), output.shape[1], of_query.shape[-1])
         return changed, ones.index_copy(1, heads, of_query.expand(len(ones), -1, -1))
-
-    def _identifying_numbers(self, call: FollowedCall) -> tuple[int, ...]:
-        """Return numbers for `mark_changed_output`, equal for two calls only if both are changed in the same way."""
-        by_token = self._depends_on_tokens
-        return self.serial, call.forward_passes if by_token else 0, call.layer_number
-
-    @property
-    def _depends_on_tokens(self) -> bool:
-        """Whether the change of an output depends on which token each query is."""
-        intervention = self.intervention
-        chosen = intervention.positions is not None or intervention.samples is not None
-        return chosen or intervention.replacement.needs_tokens
 
     def _heads_of_layer(self, call: FollowedCall) -> tuple[list[HeadKey], Tensor, Tensor] | None:
         """Return the changed heads of a layer: their keys, indices (heads,) int64 and factors; None if it has none."""
@@ -329,12 +304,10 @@ class _InterventionRun:
         return keys, torch.tensor(list(chosen)), torch.tensor(list(chosen.values()), dtype=torch.float64)
 
     def _changed_queries(self, call: FollowedCall) -> Tensor | None:
-        """Return the queries whose output is changed, (batch, queries) bool; None for all."""
+        """Return the queries whose output is changed, (batch, queries) bool; None if the tokens do not matter."""
         positions, samples = self.intervention.positions, self.intervention.samples
-        if positions is None and samples is None:
-            if not self.intervention.replacement.needs_tokens:
-                return None
-            return call.tokens.position >= 0
+        if positions is None and samples is None and not self.intervention.replacement.needs_tokens:
+            return None
         text, position = call.tokens
         where = position >= 0
         if isinstance(positions, slice):

@@ -45,8 +45,7 @@ class FollowedCall:
     @property
     def has_split_heads(self) -> bool:
         """Whether this process computes some of the layer's heads, and other ranks the others."""
-        origin = self.request.origin
-        return origin is not None and rank_heads(origin.layer, self.request.shape.head_dim) is not None
+        return rank_heads(self.request.known_origin.layer, self.request.shape.head_dim) is not None
 
 
 OutputChange: TypeAlias = Callable[[FollowedCall, Tensor], tuple[Tensor, Tensor | None]]
@@ -72,8 +71,7 @@ class _CallFollower:
 
     def change_output(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Pass a call and its output to `function`, and return the result of `function`."""
-        assert request.origin is not None
-        module, again = request.origin.layer, request.origin is self._newest_origin
+        module, again = request.known_origin.layer, request.origin is self._newest_origin
         self._newest_origin = request.origin
         # `again`: with dropout, listeners have received a call with the same origin before.
         if again or is_in_backward_pass():

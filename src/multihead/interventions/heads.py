@@ -12,6 +12,7 @@ from multihead.errors import ArgumentError, ModelError
 from multihead.models.coverage import require_attention_interface, uses_attention_interface
 from multihead.models.pretrained import pretrained_models
 
+_MAX_LISTED_LAYERS = 6  # largest number of layers that an error names
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads_per_layer", "h")
 _HEAD_NAME = re.compile(r"[Ll](\d+)(?:\s*[Hh](\d+))?")
 _HEAD_ADVICE = 'Give for example "L17 H4", (17, 4), "L17" for a layer, a list of them, or what seen.find(...) returns.'
@@ -77,7 +78,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     Raises:
         ModelError: the model has none, or is of an unsupported family.
     """
-    inside = any(True for _ in pretrained_models(model))
+    inside = bool(pretrained_models(model))
     found: list[AttentionLayer] = []
     for name, module in model.named_modules():
         ours = type(module).__module__.startswith("multihead.")
@@ -165,15 +166,18 @@ def _check_key_exists(model: nn.Module, key: HeadKey, layers: list[AttentionLaye
         module, sign, count = key.layer.partition("#")  # a further call of a layer is named "name#2"
         named = [each for each in layers if _is_same_module(each.name, module)]
         if len(named) != 1:
+            names = ", ".join(each.name for each in layers[:_MAX_LISTED_LAYERS])
+            more = f" and {len(layers) - _MAX_LISTED_LAYERS} more" if len(layers) > _MAX_LISTED_LAYERS else ""
             raise ArgumentError(
-                f"The model has {len(named) or 'no'} attention layers {key.layer!r}.",
-                f"Its layers are {_join_names([each.name for each in layers])}.",
+                f"The model has {len(named) or 'no'} attention layers {key.layer!r}.", f"Its layers are {names}{more}."
             )
         key, own = HeadKey(named[0].name + sign + count, key.head), named[0].num_heads
         most = own
     else:
         # A module that runs several times counts as several layers.
-        repeated = max((_num_hidden_layers(each) for each in pretrained_models(model).values()), default=0)
+        configs: list[Any] = [each.config for each in pretrained_models(model).values()]
+        counts = [getattr(config, "num_hidden_layers", 0) for config in configs]
+        repeated = max((count for count in counts if isinstance(count, int)), default=0)
         if not 0 <= key.layer < max(len(layers), repeated):
             raise _missing_head_error(key, layers)
         # The order of the modules may not be that in which they run: a head that some layer has is checked later.
@@ -186,11 +190,6 @@ def _check_key_exists(model: nn.Module, key: HeadKey, layers: list[AttentionLaye
 def _is_same_module(name: str, other: str) -> bool:
     """Whether two qualified names may be those of one module, in a model and in a larger model around it."""
     return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
-
-
-def _num_hidden_layers(model: Any) -> int:
-    count = getattr(model.config, "num_hidden_layers", 0)
-    return count if isinstance(count, int) else 0
 
 
 def _missing_head_error(key: HeadKey, layers: list[AttentionLayer]) -> ArgumentError:
@@ -208,14 +207,3 @@ def _missing_head_error(key: HeadKey, layers: list[AttentionLayer]) -> ArgumentE
         f"There is no head {key}: the model has layers L0 to L{len(layers) - 1}{heads}.",
         f"The nearest is {nearest}.",
     )
-
-
-def _join_names(names: list[str], most: int = 6) -> str:
-    """Return names separated by commas, the first few of them if there are many."""
-    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} more"
-
-
-def count_heads(layers: Iterable[AttentionLayer]) -> int | None:
-    """Return the number of heads of all layers together; None if that of a layer is unknown."""
-    counts = [each.num_heads for each in layers]
-    return None if None in counts else sum(count for count in counts if count is not None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -153,8 +152,7 @@ def head_means(model: nn.Module, batches: Iterable[Any], *, over: MeanOver = "te
         )
     sums = _OutputSums(over)
     count = 0
-    with torch.no_grad(), ExitStack() as stack:
-        stack.enter_context(follow_calls(model, sums.add))
+    with torch.no_grad(), follow_calls(model, sums.add):
         for batch in batches:
             run_batch(model, batch)
             count += 1
@@ -201,9 +199,9 @@ class _OutputSums:
         total, count = self.output_sums.get(call.layer_name), self.token_counts.get(call.layer_name)
         if total is None or count is None:
             total, count = vectors.new_zeros(0, *vectors.shape[1:]), torch.zeros(0, dtype=torch.int64)
-        if needed > len(total):
-            total = torch.cat([total, total.new_zeros(needed - len(total), *total.shape[1:])])
-            count = torch.cat([count, count.new_zeros(needed - len(count))])
+        missing = max(needed - len(total), 0)
+        total = torch.cat([total, total.new_zeros(missing, *total.shape[1:])])
+        count = torch.cat([count, count.new_zeros(missing)])
         self.output_sums[call.layer_name] = total.index_add(0, rows, vectors)
         self.token_counts[call.layer_name] = count + rows.bincount(minlength=len(count))
         return output, None

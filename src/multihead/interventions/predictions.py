@@ -32,7 +32,7 @@ def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
     predicted = ids[..., 1:].to(logits.device)
 
     def losses(block: Tensor, targets: Tensor) -> Tensor:
-        return -block.log_softmax(-1).gather(-1, targets)[..., 0]
+        return -block.double().log_softmax(-1).gather(-1, targets)[..., 0]
 
     return _apply_in_blocks(losses, logits[..., :-1, :], predicted[..., None])
 
@@ -53,7 +53,7 @@ def kl_divergence(before: Tensor, after: Tensor) -> Tensor:
     """
 
     def divergences(p: Tensor, q: Tensor) -> Tensor:
-        ln_p, ln_q = p.log_softmax(-1), q.log_softmax(-1)
+        ln_p, ln_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
         # A token with p = 0 has a term of 0, and not 0 times infinity.
         return (ln_p.exp() * (ln_p - ln_q)).masked_fill(ln_p == -torch.inf, 0).sum(-1)
 
@@ -75,16 +75,12 @@ def likeliest_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     (tensor([2, 1]), tensor(True))
     """
     found, ids = logits.topk(min(number, logits.shape[-1]))
-    return ids, (found.double() - _apply_in_blocks(lambda block: block.logsumexp(-1), logits)[..., None]).exp()
+    return ids, (found.double() - _apply_in_blocks(lambda block: block.double().logsumexp(-1), logits)[..., None]).exp()
 
 
 def _apply_in_blocks(function: Callable[..., Tensor], logits: Tensor, *others: Tensor) -> Tensor:
-    """Apply a function of (n, vocabulary) in float64 and (n, last dimension) of others to blocks of positions."""
+    """Apply a function of (n, vocabulary) and (n, last dimension) of others, -> (n,), to blocks of positions."""
     rows = [each.reshape(-1, each.shape[-1]) for each in (logits, *others)]
     size = max(_MAX_LOGITS_PER_BLOCK // logits.shape[-1], 1)
     blocks = zip(*(each.split(size) for each in rows), strict=True)
-    return torch.cat([function(*(_to_float64(each) for each in block)) for block in blocks]).view(logits.shape[:-1])
-
-
-def _to_float64(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return torch.cat([function(*block) for block in blocks]).view(logits.shape[:-1])

@@ -16,14 +16,11 @@ from multihead.interventions.means import HeadMeans
 class Replacement(Protocol):
     """A rule for the output of changed heads, before the output projection."""
 
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether the result depends on which token each query is."""
-        ...
+    needs_tokens: bool
+    """Whether the result depends on which token each query is."""
 
     def describe(self, factor: float) -> str:
         """Describe the change of a head with this factor in a few words, such as "times 0"."""
-        ...
 
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Return the new output of the changed heads, and the factors by which their own outputs were multiplied.
@@ -37,7 +34,6 @@ class Replacement(Protocol):
         Returns:
             (batch, heads, queries, value_dim); and (heads,), NaN where the output is another vector.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +36,13 @@ class Replay:
     """
 
     model: nn.Module
-    blocks: list[nn.Module] = field(default_factory=list)
+    blocks: list[nn.Module] = field(init=False)
     block_outputs: dict[int, Any] = field(default_factory=dict)
     is_exact: bool = False
 
     def __post_init__(self) -> None:
         self._names = _find_block_names(self.model)
-        modules = dict(self.model.named_modules())
-        self.blocks = [modules[name] for name in self._names]
+        self.blocks = [self.model.get_submodule(name) for name in self._names]
 
     def block_of(self, layer: str) -> int:
         """Return the index of the block that contains the attention layer with a qualified name."""
@@ -58,13 +58,13 @@ class Replay:
         runs = [0] * len(self.blocks)
         self.block_outputs.clear()
 
-        def store_output(index: int, output: Any) -> None:
+        def store_output(index: int, _module: nn.Module, _args: object, output: Any) -> None:
             runs[index] += 1
             self.block_outputs[index] = output
 
         with Undo() as undo:
             for index, block in enumerate(self.blocks):
-                undo.hook_after_forward(block, lambda _module, _args, output, index=index: store_output(index, output))
+                undo.hook_after_forward(block, partial(store_output, index))
             yield
         if any(count != 1 for count in runs):
             self.block_outputs.clear()  # a block that runs several times has several outputs

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,24 +16,9 @@ from torch import Tensor
 from multihead.errors import ModelError
 from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.interventions.replay import Replay, repeat_batch
+from multihead.record.layer import LayerRecord
 
 BatchInputs = Mapping[str, Tensor]
-
-
-class ObservedLayer(Protocol):
-    """An attention layer that has run, such as a layer of a record."""
-
-    @property
-    def number(self) -> int:
-        """Number of the layer."""
-
-    @property
-    def name(self) -> str:
-        """Qualified name of the layer."""
-
-    @property
-    def num_heads(self) -> int:
-        """Number of query heads of the layer."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +41,7 @@ class LayerSweep:
 def sweep_layers(
     replay: Replay,
     batch: BatchInputs,
-    layers: Sequence[ObservedLayer],
+    layers: Sequence[LayerRecord],
     measure: Callable[[BatchInputs, int], Tensor],
     *,
     most_copies: int,
@@ -67,7 +51,7 @@ def sweep_layers(
     Args:
         replay: the stored blocks of the model.
         batch: the inputs of the model, (batch, ...) each.
-        layers: the layers.
+        layers: the layers, recorded in an earlier run.
         measure: runs the model on a batch of `copies` copies, and returns (copies, ...); its second argument is
             `copies`.
         most_copies: largest number of copies in one forward pass.
@@ -75,13 +59,12 @@ def sweep_layers(
     Raises:
         ModelError: a layer was not reached.
     """
-    rows = len(next(iter(batch.values())))
     for layer in layers:
         found: list[Tensor] = []
         seconds = floor = 0.0
         for heads in torch.arange(layer.num_heads).split(most_copies):
             begun = perf_counter()
-            without = _OneHeadOffPerCopy(layer.name, heads, rows)
+            without = _OneHeadOffPerCopy(layer.name, heads)
             first = replay.block_of(layer.name) if replay.is_exact else 0
             with (
                 torch.no_grad(),
@@ -105,13 +88,11 @@ class _OneHeadOffPerCopy:
     Attributes:
         layer: name of the layer.
         heads: (copies,) int64, the head of each copy.
-        rows_per_copy: number of rows of one copy.
         time_of_attention: time in seconds at which the layer's attention ran (`perf_counter`); None if it did not run.
     """
 
     layer: str
     heads: Tensor
-    rows_per_copy: int
     time_of_attention: float | None = None
 
     def change(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, Tensor | None]:

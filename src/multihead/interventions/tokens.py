@@ -43,8 +43,7 @@ class _ModuleCall(NamedTuple):
     @property
     def is_cross_attention(self) -> bool | None:
         """Whether the call is cross-attention; None if unknown, as for a drop-in with other keys than queries."""
-        origin = self.request.origin
-        assert origin is not None
+        origin = self.request.known_origin
         if is_cross_attention_call(origin, self.name):
             return True
         return None if self.key_offset_and_padding is None and origin.is_cross_attention is None else False
@@ -63,7 +62,6 @@ class TokenFinder:
 
     def follow(self, request: AttentionRequest, name: str) -> None:
         """Store a self-attention call for the cross-attention after it; `name` is the name of the call's module."""
-        assert request.origin is not None
         if self.inputs.num_passes != self._forward_pass:
             self._forward_pass, self._newest_self_attention = self.inputs.num_passes, None
         call = _ModuleCall(request, name, huggingface.call_key_positions.get())
@@ -72,9 +70,7 @@ class TokenFinder:
 
     def find(self, request: AttentionRequest, name: str) -> QueryTokens:
         """Return the queries of a call; `name` is the qualified name of its module."""
-        shape, origin, device = request.shape, request.origin, request.shape.device
-        assert origin is not None
-        batch, queries = shape.batch, shape.query_length
+        batch, queries, device = request.shape.batch, request.shape.query_length, request.shape.device
         text = torch.arange(batch, device=device)[:, None].expand(batch, queries)
         if (packed := request.packed_lengths) is not None:
             lengths = packed.to(device)
@@ -112,11 +108,10 @@ class TokenFinder:
     def _positions_in_cross_attention(self, request: AttentionRequest, counted: Tensor) -> Tensor:
         """Return the positions of the queries of a cross-attention, or `counted` if unknown: (batch, queries) int64."""
         shape, newest = request.shape, self._newest_self_attention
-        assert request.origin is not None
         if request.position_in_sequence is not None:
             return self._positions_in_cache(request)
-        if request.origin.unpadded_queries is not None:
-            return _count_tokens(request.origin.unpadded_queries)
+        if (unpadded := request.known_origin.unpadded_queries) is not None:
+            return _count_tokens(unpadded)
         if newest is not None and _keeps_batch_columns(newest.request):
             same = newest.request.shape
             if (same.batch, same.query_length) == (shape.batch, shape.query_length):
@@ -138,7 +133,7 @@ class TokenFinder:
     @staticmethod
     def _count_queries(request: AttentionRequest, offset: int = 0) -> Tensor:
         """Count the queries of a call, without padding where it is known: (batch, queries) int64."""
-        shape, unpadded = request.shape, None if request.origin is None else request.origin.unpadded_queries
+        shape, unpadded = request.shape, request.known_origin.unpadded_queries
         if unpadded is not None:
             return _count_tokens(unpadded)
         start = _first_query_position(request).to(shape.device).view(-1, 1) + offset
@@ -147,9 +142,7 @@ class TokenFinder:
 
 def _first_query_position(request: AttentionRequest) -> Tensor:
     """Return the position of the first query, () or (batch,) int64; added keys come first, and are no tokens."""
-    origin = request.origin
-    assert origin is not None
-    layer, added = origin.layer, 0
+    layer, added = request.known_origin.layer, 0
     if isinstance(layer, MultiHeadAttention):
         added = int(layer.bias_k is not None)
     elif isinstance(layer, nn.MultiheadAttention):
@@ -159,8 +152,7 @@ def _first_query_position(request: AttentionRequest) -> Tensor:
 
 def _keeps_batch_columns(request: AttentionRequest) -> bool:
     """Whether query i is token i of its row in the model's batch; our own layers move padding right, or drop it."""
-    origin = request.origin
-    assert origin is not None
+    origin = request.known_origin
     moved = origin.unpadded_queries is not None and not isinstance(origin.layer, nn.MultiheadAttention)
     return not moved and request.packed_lengths is None
 
