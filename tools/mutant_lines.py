@@ -246,7 +246,7 @@ MUTANTS = (
            'if head is not None and report["missing_keys"]:', "if False:",
            ("tests/models/test_loading.py", "-k", "TestHeads")),
     Mutant("loading", "an encoder is loaded as a language model", "models/loading.py",
-           'if type(config) in _classes_with_head("masked") and', "if False and",
+           'if type(config) in _model_classes("AutoModelForMaskedLM") and', "if False and",
            ("tests/models/test_loading.py", "-k", "TestHeads")),
     Mutant("losses", "a token is predicted by its own position", "interventions/predictions.py",
            "logits[..., :-1, :], predicted", "logits[..., 1:, :], predicted",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from math import isfinite
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -166,3 +166,12 @@ def check_slice(name: str, value: object) -> None:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def join_first(names: Sequence[str], most: int) -> str:
+    """Return the first `most` names separated by commas, and how many more there are.
+
+    >>> join_first(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

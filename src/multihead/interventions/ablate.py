@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ModelError
-from multihead.errors.arguments import check_integer
+from multihead.errors.arguments import check_integer, join_first
 from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.interventions.heads import Head, HeadKey, attention_layers, resolve_heads
 from multihead.interventions.means import HeadMeans, MeanOver, head_means
@@ -325,10 +325,9 @@ class _InterventionRun:
         missed = [key for key in self.intervention.heads if not bool(self.reached_heads.get(key, False))]
         if not missed:
             return
-        ran = ", ".join(f"L{number} {name}" for name, number in list(self.layers.items())[:4]) or "none"
-        more = f" and {len(self.layers) - 4} more" if len(self.layers) > 4 else ""
+        ran = join_first([f"L{number} {name}" for name, number in self.layers.items()], 4) or "none"
         raise ModelError(
-            f"{', '.join(map(str, missed))} was never reached inside the context. The layers that ran are {ran}{more}.",
+            f"{', '.join(map(str, missed))} was never reached inside the context. The layers that ran are {ran}.",
             "Run the given model and not a copy of it, with inputs that reach these layers and have the positions and "
             "samples.",
         )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 from torch import nn
 
 from multihead.errors import ArgumentError, ModelError
+from multihead.errors.arguments import join_first
 from multihead.models.coverage import require_attention_interface, uses_attention_interface
 from multihead.models.pretrained import pretrained_models
 
@@ -166,10 +167,9 @@ def _check_key_exists(model: nn.Module, key: HeadKey, layers: list[AttentionLaye
         module, sign, count = key.layer.partition("#")  # a further call of a layer is named "name#2"
         named = [each for each in layers if _is_same_module(each.name, module)]
         if len(named) != 1:
-            names = ", ".join(each.name for each in layers[:_MAX_LISTED_LAYERS])
-            more = f" and {len(layers) - _MAX_LISTED_LAYERS} more" if len(layers) > _MAX_LISTED_LAYERS else ""
             raise ArgumentError(
-                f"The model has {len(named) or 'no'} attention layers {key.layer!r}.", f"Its layers are {names}{more}."
+                f"The model has {len(named) or 'no'} attention layers {key.layer!r}.",
+                f"Its layers are {join_first([each.name for each in layers], _MAX_LISTED_LAYERS)}.",
             )
         key, own = HeadKey(named[0].name + sign + count, key.head), named[0].num_heads
         most = own

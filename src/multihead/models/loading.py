@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, InputError, ModelError
+from multihead.errors.arguments import join_first
 from multihead.errors.optional import require
 from multihead.models.claims import check_configured_sizes, read_gguf_layer_counts
 from multihead.models.source import FoundModel, find_model, hub_access, local_path, unknown_model_error
@@ -58,21 +59,18 @@ class _HeadNames:
 
     Attributes:
         auto_class: name of the class of transformers that loads models with this output head.
-        name_of_class_mapping: name of the mapping in transformers from configurations to model classes with this output
-            head.
         predicted_tokens: phrase for the tokens that the output head predicts.
         kind_of_models: phrase for the models that have the output head.
     """
 
     auto_class: str
-    name_of_class_mapping: str
     predicted_tokens: str
     kind_of_models: str
 
 
 _HEADS: dict[OutputHead, _HeadNames] = {
-    "language": _HeadNames("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "the next token", "a language model"),
-    "masked": _HeadNames("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", "masked tokens", "an encoder"),
+    "language": _HeadNames("AutoModelForCausalLM", "the next token", "a language model"),
+    "masked": _HeadNames("AutoModelForMaskedLM", "masked tokens", "an encoder"),
 }
 
 
@@ -264,9 +262,9 @@ def family_head(model: ModelDescription) -> OutputHead | None:
     if has_decoder(config):
         return None
     # An encoder may be configured as a decoder.
-    if type(config) in _classes_with_head("masked") and not getattr(config, "is_decoder", False):
+    if type(config) in _model_classes("AutoModelForMaskedLM") and not getattr(config, "is_decoder", False):
         return "masked"
-    return "language" if type(config) in _classes_with_head("language") else None
+    return "language" if type(config) in _model_classes("AutoModelForCausalLM") else None
 
 
 def saved_head(model: ModelDescription) -> OutputHead | None:
@@ -283,7 +281,7 @@ def saved_head(model: ModelDescription) -> OutputHead | None:
         return None
     if "gguf_file" in model.pretrained_arguments:
         return head if head == "language" else None
-    saved = _classes_with_head(head)[type(model.config)].__name__
+    saved = _model_classes(_HEADS[head].auto_class)[type(model.config)].__name__
     return head if saved in (model.config.architectures or ()) else None
 
 
@@ -352,15 +350,11 @@ def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> E
     check_text(text)
     if loaded.tokenizer is None:
         raise ModelError(f"{loaded.name} has no tokenizer.", "Give a model that reads text.")
-    fast = bool(getattr(loaded.tokenizer, "is_fast", False))
     if tokens is not None and tokens < (least := int(loaded.tokenizer.num_special_tokens_to_add()) + 1):
         raise ArgumentError(
             f"tokens is {tokens}.", f"Give at least {least} for {loaded.title}, special tokens included."
         )
-    options = {"return_offsets_mapping": fast, "return_special_tokens_mask": True}
-    with silence_transformers():
-        encoding = loaded.tokenizer(text, truncation=tokens is not None, max_length=tokens, **options)
-    ids = [int(each) for each in encoding["input_ids"]]
+    ((ids, special, offsets),) = _tokenize(loaded.tokenizer, [text], tokens)
     most = max_tokens(loaded)
     if not ids:
         raise InputError(
@@ -371,8 +365,6 @@ def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> E
             f"The text is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
             f"Shorten it to {most:,} tokens (--tokens, or tokens= in Python), or use a model that reads longer texts.",
         )
-    special = [bool(each) for each in encoding["special_tokens_mask"]]
-    offsets = [(int(start), int(end)) for start, end in encoding["offset_mapping"]] if fast else None
     return _encoded_text(loaded.tokenizer, ids, special, offsets, text)
 
 
@@ -386,14 +378,8 @@ def tokenize_texts(loaded: LoadedModel, texts: Sequence[str], *, tokens: int) ->
         texts: the texts.
         tokens: truncate each text to this many tokens, special tokens included.
     """
-    fast = bool(getattr(loaded.tokenizer, "is_fast", False))
-    options = {"return_offsets_mapping": fast, "return_special_tokens_mask": True}
-    with silence_transformers():
-        found = loaded.tokenizer(list(texts), truncation=True, max_length=tokens, **options)
-    special = found["special_tokens_mask"]
-    offsets = found["offset_mapping"] if fast else [None] * len(texts)
-    rows = zip(found["input_ids"], offsets, special, texts, strict=True)
-    return [_token_texts(loaded.tokenizer, ids, places, marks, text, gaps=True) for ids, places, marks, text in rows]
+    rows = _tokenize(loaded.tokenizer, texts, tokens)
+    return [_token_texts(loaded.tokenizer, *row, text, gaps=True) for row, text in zip(rows, texts, strict=True)]
 
 
 def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str | None = None) -> EncodedText:
@@ -508,12 +494,11 @@ def _from_pretrained_arguments(found: FoundModel) -> dict[str, str]:
         MissingPackageError: `file` is a GGUF file, and gguf or accelerate is not installed.
     """
     file = found.file
-    if file is None:
-        return {"pretrained_model_name_or_path": found.name}
-    if file.name == "config.json":
-        return {"pretrained_model_name_or_path": str(file.parent)}
-    require(*_GGUF_PACKAGES, purpose=f"{found.name} is a GGUF file, and reading it", extra="gguf")
-    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source = {"pretrained_model_name_or_path": found.name if file is None else str(file.parent)}
+    if file is not None and file.name != "config.json":
+        require(*_GGUF_PACKAGES, purpose=f"{found.name} is a GGUF file, and reading it", extra="gguf")
+        source["gguf_file"] = file.name
+    return source
 
 
 def _title_of_model(found: FoundModel) -> str:
@@ -526,9 +511,9 @@ def _title_of_model(found: FoundModel) -> str:
     return path.resolve().name if path == found.file.parent else found.name
 
 
-def _classes_with_head(head: OutputHead) -> Any:
-    """Return the mapping of transformers from the class of a configuration to the model class with an output head."""
-    return getattr(_import_transformers(), _HEADS[head].name_of_class_mapping)
+def _model_classes(auto_class: str) -> Any:
+    """Return the model classes of an auto class of transformers: class of a configuration -> class of the model."""
+    return getattr(_import_transformers(), auto_class)._model_mapping  # noqa: SLF001 - there is no public name for all
 
 
 def _check_head(described: ModelDescription, head: OutputHead) -> None:
@@ -562,32 +547,28 @@ def _load_weights(described: ModelDescription, dtype: str, head: OutputHead | No
     Raises:
         ModelError: the files lack weights of the head, or are not those of a text model.
     """
-    choice = dtype if dtype == "auto" else getattr(torch, dtype)
+    config = described.config
     classes = _AUTO_CLASSES if head is None else (_HEADS[head].auto_class,)
-    if has_decoder(described.config) and _GENERATING_MODEL_NAME.search(str(described.config.architectures)):
+    if has_decoder(config) and _GENERATING_MODEL_NAME.search(str(config.architectures)):
         classes = _GENERATING_AUTO_CLASSES + classes
-    for each in classes:
-        options = {"config": deepcopy(described.config), "dtype": choice, "trust_remote_code": False}
-        with _explain_reading(described.found_model, described.pretrained_arguments):
-            try:
-                network, report = getattr(_import_transformers(), each).from_pretrained(
-                    **described.pretrained_arguments, **options, output_loading_info=True
-                )
-            except ValueError as error:
-                if "Unrecognized configuration class" not in str(error):
-                    raise
-                continue
-        # weights that are tied to others are not among the missing keys
-        if head is not None and report["missing_keys"]:
-            names, number = sorted(report["missing_keys"]), len(report["missing_keys"])
-            more = f" and {number - _MAX_LISTED_MISSING_WEIGHTS} more" if number > _MAX_LISTED_MISSING_WEIGHTS else ""
-            raise ModelError(
-                f"{described.title} was saved without weights of {type(network).__name__}: "
-                f"{', '.join(names[:_MAX_LISTED_MISSING_WEIGHTS])}{more}.",
-                "Give a model that was saved with its head; in Python, leave out head to load this one without it.",
-            )
-        return network
-    raise ModelError(f"{described.name} is not a text model with attention.", "Give an encoder or a language model.")
+    fitting = [each for each in classes if type(config) in _model_classes(each)]
+    if not fitting:
+        raise ModelError(
+            f"{described.name} is not a text model with attention.", "Give an encoder or a language model."
+        )
+    choice = dtype if dtype == "auto" else getattr(torch, dtype)
+    options = {"config": deepcopy(config), "dtype": choice, "trust_remote_code": False, "output_loading_info": True}
+    with _explain_reading(described.found_model, described.pretrained_arguments):
+        auto_class = getattr(_import_transformers(), fitting[0])
+        network, report = auto_class.from_pretrained(**described.pretrained_arguments, **options)
+    # weights that are tied to others are not among the missing keys
+    if head is not None and report["missing_keys"]:
+        missing = join_first(sorted(report["missing_keys"]), _MAX_LISTED_MISSING_WEIGHTS)
+        raise ModelError(
+            f"{described.title} was saved without weights of {type(network).__name__}: {missing}.",
+            "Give a model that was saved with its head; in Python, leave out head to load this one without it.",
+        )
+    return network
 
 
 @contextmanager
@@ -640,6 +621,19 @@ def _load_processor(auto_class: str, source: dict[str, str]) -> Any:
         return None  # an image model has no tokenizer; encode() raises if one is needed
 
 
+def _tokenize(
+    tokenizer: Any, texts: Sequence[str], tokens: int | None
+) -> Iterator[tuple[list[int], list[bool], list[tuple[int, int]] | None]]:
+    """Yield the ids of each text, which of them are special, and their offsets in it; None if they are unknown."""
+    fast = bool(getattr(tokenizer, "is_fast", False))
+    options = {"return_offsets_mapping": fast, "return_special_tokens_mask": True}
+    with silence_transformers():
+        found = tokenizer(list(texts), truncation=tokens is not None, max_length=tokens, **options)
+    special = [list(map(bool, marks)) for marks in found["special_tokens_mask"]]
+    offsets = found["offset_mapping"] if fast else [None] * len(texts)
+    return zip(found["input_ids"], special, offsets, strict=True)
+
+
 def _encoded_text(
     tokenizer: Any,
     ids: list[int],
@@ -649,7 +643,7 @@ def _encoded_text(
 ) -> EncodedText:
     """Return token ids as an encoded text; without offsets in `text`, each token is decoded, and gaps are unknown."""
     unknown = [each == tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
-    shown = _token_texts(tokenizer, ids, offsets, special, text)
+    shown = _token_texts(tokenizer, ids, special, offsets, text)
     gaps: list[str | None] | None = None
     if offsets is not None:
         ends = accumulate((end for _, end in offsets), max, initial=0)
@@ -662,8 +656,8 @@ def _encoded_text(
 def _token_texts(
     tokenizer: Any,
     ids: Sequence[int],
-    offsets: Sequence[tuple[int, int]] | None,
     special: Sequence[bool],
+    offsets: Sequence[tuple[int, int]] | None,
     text: str,
     *,
     gaps: bool = False,
