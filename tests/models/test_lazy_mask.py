@@ -11,13 +11,14 @@ from torch import nn
 from multihead import masks
 from multihead.errors import ModelError
 from multihead.models.lazy_mask import BooleanMask, LazyMask
+from multihead.models.mask_functions import MaskExtent
 
 PADDING = torch.tensor([[True] * 5, [True, True, True, False, False]])
 
 
 def carried(mask: masks.Mask | None = None) -> LazyMask:
     meant = masks.Causal() & masks.Keep(PADDING, "batch keys") if mask is None else mask
-    return LazyMask((2, 1, 4, 5), meant, query_start=1, key_offset=0, padding=PADDING, device=torch.device("cpu"))
+    return LazyMask(meant, MaskExtent(2, 4, 5, 1, 0, torch.device("cpu")), PADDING)
 
 
 def test_it_looks_like_the_boolean_mask_a_model_expects() -> None:

@@ -17,6 +17,7 @@ from transformers.utils.import_utils import BACKENDS_MAPPING
 
 from multihead.masks import Causal, Window
 from multihead.models.lazy_mask import LazyMask
+from multihead.models.mask_functions import MaskExtent
 from tools.families import packages
 from tools.families.__main__ import add, main, stored
 from tools.families.breaking import MUTATIONS, parts_of_call, without
@@ -28,7 +29,7 @@ from tools.families.tiny import LARGEST, tiny_configuration, tiny_model
 
 def window_mask() -> LazyMask:
     mask = Causal() & Window(2)
-    return LazyMask((1, 1, 4, 4), mask, query_start=0, key_offset=0, padding=None, device=torch.device("cpu"))
+    return LazyMask(mask, MaskExtent(1, 4, 4, 0, 0, torch.device("cpu")))
 
 
 def test_every_folder_with_models_is_a_family_and_parts_are_known() -> None:

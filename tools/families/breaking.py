@@ -46,7 +46,7 @@ def without(part: str, mask: Any, options: dict[str, Any]) -> tuple[Any, dict[st
     if part == "bias" and isinstance(mask, Tensor) and mask.is_floating_point():
         mask = mask > torch.finfo(mask.dtype).min / 2
     if part == "window" and isinstance(mask, LazyMask):
-        mask = _with(mask, _without_window(mask.mask))
+        mask = _replace_mask(mask, _without_window(mask.mask))
     return mask, options
 
 
@@ -60,14 +60,12 @@ def _varies(bias: Tensor, kept: Mask) -> bool:
 
 def _hides_more(mask: LazyMask) -> bool:
     """Whether a mask has a window that hides keys in this call."""
-    wide = _without_window(mask.mask)
-    return wide != mask.mask and not torch.equal(_with(mask, wide).as_bool_tensor(), mask.as_bool_tensor())
+    wide = _replace_mask(mask, _without_window(mask.mask))
+    return wide.mask != mask.mask and not torch.equal(wide.as_bool_tensor(), mask.as_bool_tensor())
 
 
-def _with(mask: LazyMask, value: Mask) -> LazyMask:
-    batch, heads, queries, keys = mask.shape
-    place = {"query_start": mask.query_start, "key_offset": mask.key_offset}
-    return LazyMask((batch, heads, queries, keys), value, **place, padding=mask.padding, device=mask.device)
+def _replace_mask(mask: LazyMask, value: Mask) -> LazyMask:
+    return LazyMask(value, mask.extent, mask.padding)
 
 
 def _without_window(mask: Mask) -> Mask:

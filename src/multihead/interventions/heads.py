@@ -63,13 +63,11 @@ class AttentionLayer(NamedTuple):
         number: index among the attention layers, in the order of the modules. Tables number layers in the order in
             which they run, which is the same in most models.
         name: qualified name of the module.
-        module: the module.
         num_heads: number of query heads; None if unknown before the layer runs.
     """
 
     number: int
     name: str
-    module: nn.Module
     num_heads: int | None
 
 
@@ -86,7 +84,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
         heads = _count_heads(module)
         torch_layer = inside and type(module) is nn.MultiheadAttention  # replaced while the context is active
         if (ours and heads is not None) or torch_layer or (inside and uses_attention_interface(type(module))):
-            found.append(AttentionLayer(len(found), name or type(module).__name__, module, heads))
+            found.append(AttentionLayer(len(found), name or type(module).__name__, heads))
     if not found:
         if inside:
             require_attention_interface(model)  # raises for an unsupported family

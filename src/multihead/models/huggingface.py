@@ -142,7 +142,7 @@ def transformers_attention(
     if "rank_heads" in module.__dict__:  # `parallelize` split the layer
         key, value, s_aux = slice_to_rank(module, query, key, value, s_aux)
     keys = key.shape[2]
-    if isinstance(attention_mask, LazyMask) and attention_mask.keys != keys:
+    if isinstance(attention_mask, LazyMask) and attention_mask.extent.keys != keys:
         attention_mask = attention_mask.select_first_keys(keys)
     mask, bias, start = _mask_of_call(module, attention_mask, query.shape[2], keys, is_causal=is_causal)
     if indices is not None or block_indices is not None:
@@ -211,7 +211,7 @@ def _mask_of_call(
             return _CAUSAL_MASK, None, 0  # as in transformers, the first query is at the position of the first key
         return _FULL_MASK, None, None
     if isinstance(attention_mask, LazyMask):
-        return attention_mask.mask, None, attention_mask.query_start
+        return attention_mask.mask, None, attention_mask.extent.query_start
     if isinstance(attention_mask, BooleanMask):
         attention_mask = attention_mask.as_bool_tensor()
     return *mask_of_tensor(attention_mask, keys), None
@@ -242,7 +242,7 @@ def _attend_and_publish(request: AttentionRequest, attention_mask: Tensor | None
         return attended.output, attended.logsumexp
     place = KeyOffsetAndPadding()
     if isinstance(attention_mask, LazyMask):
-        place = KeyOffsetAndPadding(attention_mask.key_offset, attention_mask.padding)
+        place = KeyOffsetAndPadding(attention_mask.extent.key_offset, attention_mask.padding)
     token = call_key_positions.set(place)
     try:
         attended = attend(request)
@@ -283,27 +283,24 @@ def transformers_mask(
 
     function = causal_mask_function if mask_function is None else mask_function
 
-    def make_dense_mask(**allow_skipping: bool) -> Any:
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=function,
-            attention_mask=attention_mask,
-            device=device,
-            **options | allow_skipping,
-        )
-
+    make_dense_mask = partial(
+        sdpa_mask,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=function,
+        attention_mask=attention_mask,
+        device=device,
+        **options,
+    )
     if is_traced():
         # A compiled graph must not depend on values of tensors, so every mask but a plain causal one is dense there.
         whole = function is causal_mask_function and attention_mask is None and q_length in (1, kv_length)
-        return (
-            None
-            if whole and options.get("allow_is_causal_skip", True)
-            else _mask_in_model_format(make_dense_mask(), options)
-        )
+        if whole and options.get("allow_is_causal_skip", True):
+            return None
+        return _mask_in_model_format(make_dense_mask(), options)
     extent = MaskExtent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
     padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
     mask = mask_of_function(function, extent)
@@ -313,15 +310,7 @@ def transformers_mask(
         mask = Keep(make_dense_mask(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
     elif padding is not None:
         mask = mask & padding_mask(padding)
-    lazy = LazyMask(
-        (batch_size, 1, q_length, kv_length),
-        mask,
-        query_start=extent.query_start,
-        key_offset=extent.key_offset,
-        padding=padding,
-        device=extent.device,
-    )
-    return _mask_in_model_format(lazy, options)
+    return _mask_in_model_format(LazyMask(mask, extent, padding), options)
 
 
 def _mask_in_model_format(mask: Tensor, options: Mapping[str, Any]) -> Tensor:

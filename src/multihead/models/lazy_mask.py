@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from multihead.errors import ModelError
 from multihead.masks import Full, Keep, Mask
-from multihead.masks.positions import TilePositions
+from multihead.models.mask_functions import MaskExtent
 
 _KEYS_AXIS = 3
 _FULL_MASK = Full()
@@ -105,60 +106,41 @@ class LazyMask(BooleanMask):
     to its mask takes effect.
 
     Attributes:
-        keys: number of keys.
         mask: which keys each query may see.
-        query_start: position of the first query among the keys.
-        key_offset: position of the first key in the sequence, tokens.
+        extent: numbers of queries and keys, and their positions in the sequence.
         padding: (batch, keys) bool, True = no padding; None if there is no padding mask.
         packed_lengths: (samples,) int64, tokens per sample, if the batch is one row of packed samples; else None.
     """
 
-    keys: int
     mask: Mask
-    query_start: int
-    key_offset: int
+    extent: MaskExtent
     padding: Tensor | None
     packed_lengths: Tensor | None = None
 
     @staticmethod
-    def __new__(
-        cls: type[LazyMask],
-        size: tuple[int, int, int, int],
-        mask: Mask,
-        *,
-        query_start: int,
-        key_offset: int,
-        padding: Tensor | None,
-        device: torch.device,
-    ) -> LazyMask:
-        """Create a mask tensor of a size, (batch, 1, queries, keys), without storage."""
-        made: LazyMask = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=device)  # noqa: SLF001 - torch's documented way
-        made.keys, made.mask, made.query_start = size[_KEYS_AXIS], mask, query_start
-        made.key_offset, made.padding = key_offset, padding
+    def __new__(cls: type[LazyMask], mask: Mask, extent: MaskExtent, padding: Tensor | None = None) -> LazyMask:
+        """Create a mask tensor, (batch, 1, queries, keys), without storage."""
+        size = (extent.batch, 1, extent.queries, extent.keys)
+        made: LazyMask = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=extent.device)  # noqa: SLF001 - torch's documented way
+        made.mask, made.extent, made.padding = mask, extent, padding
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"LazyMask({tuple(self.shape)}, {self.mask!r}, query_start={self.query_start})"
+        return f"LazyMask({tuple(self.shape)}, {self.mask!r}, query_start={self.extent.query_start})"
 
     def as_bool_tensor(self) -> Tensor:
         """Return the mask as a plain tensor: bool (batch, 1, queries, keys), True = visible."""
-        batch, heads, queries, keys = self.shape
-        place = TilePositions.from_sizes(queries, keys, query_start=self.query_start, device=self.device)
-        return self.mask.tile(place).expand(batch, heads, queries, keys)
+        return self.mask.tile(self.extent.positions_of_rows(slice(None))).expand(self.shape)
 
     def select_first_keys(self, keys: int) -> LazyMask:
         """Return the mask sliced to its first `keys` keys."""
-        batch, heads, queries, before = self.shape
-        mask = self.mask if keys == before else self.mask.restrict_to_first_keys(keys)
-        made = LazyMask(
-            (batch, heads, queries, keys),
-            Keep(self.as_bool_tensor()[..., :keys]) if mask is None else mask,
-            query_start=self.query_start,
-            key_offset=self.key_offset,
-            padding=None if self.padding is None else self.padding[:, :keys],
-            device=self.device,
-        )
-        made.packed_lengths = self.packed_lengths if keys == before else None
+        whole = keys == self.extent.keys
+        mask = self.mask if whole else self.mask.restrict_to_first_keys(keys)
+        if mask is None:
+            mask = Keep(self.as_bool_tensor()[..., :keys])
+        padding = None if self.padding is None else self.padding[:, :keys]
+        made = LazyMask(mask, replace(self.extent, keys=keys), padding)
+        made.packed_lengths = self.packed_lengths if whole else None
         return made
 
     @classmethod
@@ -170,7 +152,7 @@ class LazyMask(BooleanMask):
         source = args[0] if args else None
         if isinstance(source, LazyMask):
             if name in ("detach.default", "alias.default"):
-                return source.select_first_keys(source.shape[_KEYS_AXIS])
+                return source.select_first_keys(source.extent.keys)
             if name == "slice.Tensor":
                 # arguments of aten.slice: axis, start, end and step, of which the last may be missing
                 options = list(args[1:])
@@ -178,7 +160,7 @@ class LazyMask(BooleanMask):
                 size = source.shape[axis]
                 stop = size if end is None else min(end if end >= 0 else end + size, size)
                 if not start and step == 1 and (axis in (_KEYS_AXIS, -1) or stop == size):
-                    return source.select_first_keys(stop if axis in (_KEYS_AXIS, -1) else source.shape[_KEYS_AXIS])
+                    return source.select_first_keys(stop if axis in (_KEYS_AXIS, -1) else source.extent.keys)
         if name == "add.Tensor" and _adds_only_full_masks(args):
             args = pytree.tree_map_only(
                 LazyMask, lambda mask: torch.zeros((), device=mask.device).expand(mask.shape), args

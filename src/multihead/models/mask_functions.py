@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial, reduce
+from functools import cache, reduce
 from operator import and_, or_
 from typing import Any
 
@@ -51,6 +51,12 @@ class MaskExtent:
     def query_start(self) -> int:
         """Position of the first query, counted from the first available key."""
         return self.query_offset - self.key_offset
+
+    def positions_of_rows(self, rows: slice) -> TilePositions:
+        """Return the positions of some queries and all keys, for `Mask.tile`."""
+        return TilePositions.from_sizes(
+            self.queries, self.keys, query_start=self.query_start, device=self.device, rows=rows
+        )
 
 
 def mask_of_function(function: MaskFunction, extent: MaskExtent) -> Mask | None:
@@ -101,8 +107,7 @@ def _agrees_on_three_queries(mask: Mask, function: MaskFunction, extent: MaskExt
     except (RuntimeError, IndexError, TypeError):
         return False  # the function does not support tensors of indices
     size = (extent.batch, 1, len(rows), extent.keys)
-    place = partial(TilePositions.from_sizes, extent.queries, extent.keys, query_start=extent.query_start)
-    tiles = [mask.tile(place(device=extent.device, rows=slice(row, row + 1))) for row in rows]
+    tiles = [mask.tile(extent.positions_of_rows(slice(row, row + 1))) for row in rows]
     read = torch.cat([each.expand(extent.batch, 1, 1, -1) for each in tiles], 2)
     return bool((expected.expand(size) == read.expand(size)).all())
 

@@ -35,6 +35,7 @@ from multihead.layer.packing import Packing
 from multihead.masks import Causal, Documents, Full, Mask, Window
 from multihead.models.huggingface import install
 from multihead.models.lazy_mask import LazyMask
+from multihead.models.mask_functions import MaskExtent
 from multihead.models.pretrained import (
     first_layer_type_mask,
     is_submodule_of,
@@ -285,9 +286,7 @@ def _is_empty_cache(store: Any) -> bool:
 
 def _mask_of_packed_row(mask: Mask, packing: Packing) -> _PackedRowMask:
     tokens = len(packing.index)
-    made = _PackedRowMask(
-        (1, 1, tokens, tokens), mask, query_start=0, key_offset=0, padding=None, device=packing.index.device
-    )
+    made = _PackedRowMask(mask, MaskExtent(1, tokens, tokens, 0, 0, packing.index.device))
     made.packing, made.packed_lengths = packing, packing.lengths
     return made
 
@@ -317,9 +316,8 @@ def _unpack_tensors(output: Any, packing: Packing) -> Any:
 
 def _unpack_cached_heads(x: Tensor, packing: Packing) -> Tensor:
     """Restore the padded batch of cached keys: (1, kv_heads, tokens, dim) -> (batch, kv_heads, length, dim)."""
-    heads, dim = x.shape[1], x.shape[3]
-    padded = packing.unpack(x.transpose(1, 2).flatten(2))  # (batch, length, kv_heads * dim)
-    return padded.view(packing.batch, packing.length, heads, dim).transpose(1, 2)
+    rows = packing.unpack(x.transpose(1, 2).flatten(2))  # (batch, length, kv_heads * dim)
+    return rows.view(*rows.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
 
 
 def _add_relative_bias(

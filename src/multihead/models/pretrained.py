@@ -94,7 +94,7 @@ class _TrackedModel:
     """
 
     prefix: str
-    module: nn.Module
+    module: Any
     signature: inspect.Signature
     newest_inputs: TokenInputs = TokenInputs()
 
@@ -190,8 +190,7 @@ class InputTracker:
             if f"{name}.".startswith(model.prefix) and model.is_encoder_decoder:
                 if model.newest_inputs.ids is not None:
                     return model.newest_inputs
-                whole: Any = model.module
-                encoder = whole.get_encoder()
+                encoder = model.module.get_encoder()
                 return next(
                     (each.newest_inputs for each in self._models if each.module is encoder), model.newest_inputs
                 )
@@ -214,7 +213,7 @@ class InputTracker:
             self._nesting_depth = max(self._nesting_depth - 1, 0)
 
 
-_active_trackers: ContextVar[tuple[InputTracker, ...]] = ContextVar("receiving", default=())
+_active_trackers: ContextVar[frozenset[InputTracker]] = ContextVar("receiving", default=frozenset())
 
 
 @contextmanager
@@ -222,10 +221,8 @@ def track_inputs(model: nn.Module) -> Iterator[InputTracker]:
     """Record the inputs of a model and of all Hugging Face models in it, in this context and in no other thread."""
     inputs = InputTracker()
     with Undo() as undo:
-        undo.add_step(
-            lambda: _active_trackers.set(tuple(each for each in _active_trackers.get() if each is not inputs))
-        )
-        _active_trackers.set((*_active_trackers.get(), inputs))
+        undo.add_step(lambda: _active_trackers.set(_active_trackers.get() - {inputs}))
+        _active_trackers.set(_active_trackers.get() | {inputs})
         for name, module in {"": model, **pretrained_models(model)}.items():
             each = _TrackedModel(name and f"{name}.", module, _forward_signature(module))
             inputs._models.append(each)  # noqa: SLF001 - made here
