@@ -500,6 +500,7 @@ class TestTheModelIsPutBack:
             expected = model(**batch).logits
             with leave_out_padding(model):
                 assert torch.equal(model(**batch).logits, expected)
+            assert torch.equal(model(**batch).logits, expected)
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
     @torch.no_grad()

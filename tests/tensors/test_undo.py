@@ -175,6 +175,21 @@ class TestOverlap:
             context.__exit__(None, None, None)
         assert state(model) == before
 
+    def test_of_two_uses_with_one_hook_each_removes_its_own(self) -> None:
+        module = nn.Identity()
+        ran: list[int] = []
+        hook = lambda *_: ran.append(1)
+        with Undo() as outer:
+            outer.hook_before_forward(module, hook)
+            outer.hook_after_forward(module, hook)
+            with Undo() as inner:
+                inner.hook_before_forward(module, hook)
+                inner.hook_after_forward(module, hook)
+            module(torch.zeros(1))
+            assert len(ran) == 2
+        module(torch.zeros(1))
+        assert len(ran) == 2
+
     def test_of_a_permanent_use_within_another_one_nothing_is_left(self) -> None:
         model = family("llama")
         before = state(model)

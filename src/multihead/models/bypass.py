@@ -61,7 +61,7 @@ def report_bypassing_modules(undo: Undo, model: nn.Module, models: Mapping[str, 
         attends = name in attending
         kind: Any = type(module)
         if package_of(kind) == "multihead":  # a forward pass of this library's own layers counts as a call
-            undo.hook_after_forward(module, partial(_count_call))
+            undo.hook_after_forward(module, _count_call)
         # Submodules of an attention layer, such as the indexer of sparse attention, may read the mask only.
         reads = _may_attend_with_mask(kind) and not any(is_submodule_of(name, each) for each in attending)
         if around is not None and (attends or reads):

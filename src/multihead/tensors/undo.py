@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from threading import RLock
 from types import TracebackType
 from typing import Any
@@ -49,11 +50,13 @@ class Undo:
 
     def hook_before_forward(self, module: nn.Module, hook: Callable[..., Any], **options: bool) -> None:
         """Register a hook that runs before the forward pass of a module."""
+        hook = partial(hook)  # a new object, so that undoing removes this registration of the hook only
         self.add_step(lambda: _remove_hook(module, hook))
         module.register_forward_pre_hook(hook, **options)
 
     def hook_after_forward(self, module: nn.Module, hook: Callable[..., Any], **options: bool) -> None:
         """Register a hook that runs after the forward pass of a module."""
+        hook = partial(hook)  # see `hook_before_forward`
         self.add_step(lambda: _remove_hook(module, hook))
         module.register_forward_hook(hook, **options)
 
