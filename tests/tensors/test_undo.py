@@ -20,6 +20,7 @@ from torch import nn
 import multihead as mh
 from multihead.errors import ModelError
 from multihead.kernels import call
+from multihead.models.packed import _padded_contexts
 from multihead.models.use import Used
 from multihead.tensors import tracing
 from multihead.tensors.undo import Undo
@@ -63,6 +64,7 @@ def state(model: nn.Module) -> dict[str, Any]:
         "choice": choice,
         "listeners": call.listeners(),
         "uncompiled": list(tracing._users_of_uncompiled),
+        "padded": _padded_contexts.get(),
     }
 
 
