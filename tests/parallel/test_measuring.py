@@ -100,7 +100,7 @@ def test_statistics_are_those_of_one_process(four: Processes, strategy: str, lay
 
 def test_equal_largest_weights_take_the_first_key() -> None:
     like = torch.zeros(1, 1, 1)
-    merged = measuring.MergedStatistics(("largest_key",), like)
+    merged = measuring.MergedStatistics(frozenset({"largest_key"}), like)
     part = {"largest_weight": torch.full_like(like, 0.5), "largest_key": torch.ones_like(like, dtype=torch.int64)}
     for first_key in (8, 4):
         merged.add(slice(0, 1), first_key, torch.zeros_like(like), part)  # type: ignore[arg-type]

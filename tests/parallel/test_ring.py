@@ -39,7 +39,8 @@ def watched(group: Any, rank: int, tokens: int, mask: masks.Mask) -> dict[str, A
         return transfer(operations)
 
     def waiting(self: exchange.Transfer) -> Any:
-        events.append("wait")
+        if self._works:  # a transfer of nothing waits for nothing
+            events.append("wait")
         return wait(self)
 
     def attending(*args: Any, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import c_char
 from itertools import pairwise
@@ -29,7 +29,6 @@ from multihead.parallel.layout import Layout, TokenRange
 from multihead.scores.bias import RelativeBias
 
 V = TypeVar("V")
-_AllToAll = Callable[[Tensor, "Ranks", Layout], Tensor]
 
 
 class Ranks(NamedTuple):
@@ -70,10 +69,6 @@ class Ranks(NamedTuple):
         """Device type for small messages: "cpu" if the backend supports it, to avoid waiting for an accelerator."""
         backends = dist.get_backend_config(self.group)  # such as "cpu:gloo,cuda:nccl"
         return "cpu" if "cpu:" in backends else backends.partition(":")[0]
-
-    def global_rank(self, rank: int) -> int:
-        """Convert a rank in the group to its global rank."""
-        return dist.get_global_rank(self.group, rank)
 
 
 @contextmanager
@@ -158,7 +153,7 @@ def gather_objects(value: V, ranks: Ranks, *, to: int | None) -> list[V] | None:
         if to is None:
             dist.all_gather_object(found, value, group=ranks.group)
         else:
-            dist.gather_object(value, found if ranks.rank == to else None, ranks.global_rank(to), group=ranks.group)
+            dist.gather_object(value, found if ranks.rank == to else None, group=ranks.group, group_dst=to)
     return found if to in (None, ranks.rank) else None
 
 
@@ -172,12 +167,12 @@ def reshard_tokens_to_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
 
     The number of heads must be a multiple of the number of ranks. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
-    return _HeadTokenExchange.apply(x, ranks, layout, _split_heads_gather_tokens, _split_tokens_gather_heads)  # type: ignore[no-any-return, no-untyped-call]
+    return layout.join_tokens_of_ranks(_all_to_all(torch.stack(x.chunk(ranks.size, 1)), ranks).unbind(), 2)
 
 
 def reshard_heads_to_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
     """Convert (batch, heads of this rank, tokens, dim) to (batch, heads, tokens of this rank, dim) by an all-to-all."""
-    return _HeadTokenExchange.apply(x, ranks, layout, _split_tokens_gather_heads, _split_heads_gather_tokens)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.cat(_all_to_all(layout.stack_tokens_of_ranks(x, 2), ranks).unbind(), 1)
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -193,85 +188,71 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ranks, layout, dim = ctx.call
-        parts = torch.stack([layout.select_tokens_of_rank(gradient, rank, dim) for rank in range(ranks.size)])
-        return _all_to_all(parts, ranks).sum(0), None, None, None
-
-
-class _HeadTokenExchange(torch.autograd.Function):
-    """Apply the all-to-all `exchange` in the forward pass and its inverse `undo` in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, layout: Layout, exchange: _AllToAll, undo: _AllToAll) -> Tensor:
-        ctx.call = undo, ranks, layout
-        return exchange(x, ranks, layout)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        undo, ranks, layout = ctx.call
-        return undo(gradient, ranks, layout), None, None, None, None
-
-
-def _split_heads_gather_tokens(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-    return layout.join_tokens_of_ranks(list(_all_to_all(torch.stack(x.chunk(ranks.size, 1)), ranks)), 2)
-
-
-def _split_tokens_gather_heads(x: Tensor, ranks: Ranks, layout: Layout) -> Tensor:
-    parts = torch.stack([layout.select_tokens_of_rank(x, rank, 2) for rank in range(ranks.size)])
-    return torch.cat(list(_all_to_all(parts, ranks)), 1)
+        return _all_to_all(layout.stack_tokens_of_ranks(gradient, dim), ranks).sum(0), None, None, None
 
 
 def _all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
     """Send parts[i] to rank i, and return what rank i sent to this rank as result[i]."""
-    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    with raise_as_rank_error(f"Exchanging parts of the sequence on rank {ranks.rank}"):
-        dist.all_to_all_single(received, parts.contiguous(), group=ranks.group)
-    return received
+    return _AllToAll.apply(parts, ranks)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _AllToAll(torch.autograd.Function):
+    """An all-to-all, whose gradient is the same exchange of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        with raise_as_rank_error(f"Exchanging parts of the sequence on rank {ranks.rank}"):
+            dist.all_to_all_single(received, parts.contiguous(), group=ranks.group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(gradient, ctx.ranks), None
 
 
 class Transfer:
     """An asynchronous transfer of tensors to one rank and from another rank, which overlaps with computing.
 
+    Args:
+        ranks: the ranks; r is this rank.
+        sent: the tensors to send to rank r + distance, as `slice_token_major` returns them.
+        like: tensors (batch, heads, any number of tokens, dim) with the sizes and dtypes of the received tensors.
+        ranges: the ranges of tokens that are received from rank r - distance, one message per range and tensor.
+        distance: as above; both ranks are modulo the number of ranks.
+
     Attributes:
-        received: the received tensors, (batch, heads, tokens, dim) each, valid after `wait`; empty if there are none.
+        ranges: see above.
     """
 
     def __init__(
         self,
         ranks: Ranks,
         sent: tuple[Tensor, ...],
-        to: int,
         like: tuple[Tensor, ...],
-        lengths: tuple[int, ...],
-        from_: int,
+        ranges: tuple[TokenRange, ...],
+        distance: int,
     ) -> None:
-        """Start the transfer.
-
-        Args:
-            ranks: the ranks.
-            sent: the tensors to send, as `slice_token_major` returns them.
-            to: rank in the group to which `sent` is sent.
-            like: tensors (batch, heads, any number of tokens, dim) with the sizes and dtypes of the received tensors.
-            lengths: number of tokens in each received range; empty if nothing is received.
-            from_: rank in the group from which tensors are received.
-        """
-        self._ranks, self._sent = ranks, sent  # the sent tensors must live until they are sent
-        tokens = sum(lengths)
-        buffers = [x.new_empty(tokens, *x.shape[:2], x.shape[3]) for x in like] if tokens else []
-        self.received = tuple(each.permute(1, 2, 0, 3) for each in buffers)
-        operations = [dist.P2POp(dist.isend, each, ranks.global_rank(to), ranks.group) for each in sent]
+        self.ranges, self._ranks, self._sent = ranges, ranks, sent  # the sent tensors must live until they are sent
+        lengths = [stop - first for first, stop in ranges]
+        buffers = [x.new_empty(sum(lengths), *x.shape[:2], x.shape[3]) for x in like]
+        self._received = tuple(each.permute(1, 2, 0, 3) for each in buffers)
+        to, from_ = (ranks.rank + distance) % ranks.size, (ranks.rank - distance) % ranks.size
+        operations = [dist.P2POp(dist.isend, each, group=ranks.group, group_peer=to) for each in sent]
         for buffer in buffers:
-            parts = buffer.split(list(lengths))  # tokens are the first axis, so each range is contiguous
-            operations += [dist.P2POp(dist.irecv, each, ranks.global_rank(from_), ranks.group) for each in parts]
+            parts = buffer.split(lengths)  # tokens are the first axis, so each range is contiguous
+            operations += [dist.P2POp(dist.irecv, each, group=ranks.group, group_peer=from_) for each in parts]
         with raise_as_rank_error(f"Starting a transfer on rank {ranks.rank}"):
             self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait until the transfer is complete, and return the received tensors."""
+        """Wait for the transfer, and return the received tensors, (batch, heads, tokens of all ranges, dim) each."""
         with raise_as_rank_error(f"A transfer of keys and values on rank {self._ranks.rank}"):
             for work in self._works:
                 work.wait()
         self._works, self._sent = [], ()
-        return self.received
+        return self._received
 
 
 def slice_token_major(tensors: tuple[Tensor, ...], ranges: tuple[TokenRange, ...]) -> tuple[Tensor, ...]:
@@ -284,6 +265,8 @@ def slice_token_major(tensors: tuple[Tensor, ...], ranges: tuple[TokenRange, ...
 
 def slice_ranges(x: Tensor, ranges: tuple[TokenRange, ...]) -> Tensor:
     """Slice ranges of tokens from (batch, heads, tokens, dim) and concatenate them; a view if they are adjacent."""
+    if not ranges:
+        return x[:, :, :0]
     if all(stop == first for (_, stop), (first, _) in pairwise(ranges)):
         return x[:, :, ranges[0][0] : ranges[-1][1]]
     return torch.cat([x[:, :, slice(*each)] for each in ranges], 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -55,8 +55,8 @@ def parallelize(module: ModuleT, mesh: Any) -> ModuleT:
     for name, each in module.named_modules():
         if isinstance(each, MultiHeadAttention):
             plans[name] = _plan_of_projections(name, each, ranks.size)
-        elif (found := _splittable_transformers_layer(name, each)) is not None:
-            plans[name] = found.plan(ranks.size)
+        elif (plan := _plan_of_transformers_layer(name, each, ranks.size)) is not None:
+            plans[name] = plan
     if not plans:
         raise ArgumentError(
             f"{type(module).__name__} contains no MultiHeadAttention, and no attention layer of transformers with "
@@ -95,70 +95,60 @@ _FUSED_QKV_ORDERED_BY_HEAD = {"gpt_neox": "query_key_value"}
 _SPLIT_SEQUENCE_ADVICE = "Split the sequence instead, with context_parallel."
 
 
-class _TransformersLayer(NamedTuple):
-    """An attention layer of transformers whose heads can be split.
+def _plan_of_transformers_layer(name: str, module: nn.Module, ranks: int) -> dict[str, Any] | None:
+    """Return the plan of a layer of transformers for `parallelize_module`; None for modules without such projections.
 
-    Attributes:
-        name: qualified name of the layer in the model.
-        module: the layer.
-        column_parallel_names: names of the projections that are split by columns.
-        row_parallel_name: name of the output projection, which is split by rows.
+    Raises an ArgumentError if the layer cannot be split.
     """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-    name: str
-    module: nn.Module
-    column_parallel_names: tuple[str, ...]
-    row_parallel_name: str
-
-    def plan(self, ranks: int) -> dict[str, Any]:
-        """Return the plan of the layer for `parallelize_module`; an ArgumentError if it cannot be split."""
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-
-        head_dim = _head_dim(self.module)
-        norms, others = [], []
-        for name, parameter in self.module.named_parameters():
-            owner = name.rpartition(".")[0]
-            if owner in _HEAD_NORMS and parameter.shape == (head_dim,):
-                norms.append(owner)
-            elif owner not in (*self.column_parallel_names, self.row_parallel_name) and name != "sinks":
-                others.append(name)
-        if others or not isinstance(head_dim, int):
-            raise ArgumentError(
-                f"{self.name} has {others[0] if others else 'no head_dim'}, which parallelize cannot split by heads.",
-                _SPLIT_SEQUENCE_ADVICE,
-            )
-        heads, kv_heads = _count_heads(self.module)
-        check_heads_divide(self.name, heads, kv_heads, ranks)
-        plan: dict[str, Any] = {each: ColwiseParallel() for each in self.column_parallel_names}
-        plan[self.row_parallel_name] = RowwiseParallel()
-        # A norm of single heads gets (batch, tokens, heads of this rank, head_dim); its gradient is summed over ranks.
-        plan |= {each: SequenceParallel(sequence_dim=2, use_local_output=True) for each in norms}
-        if kv_heads % ranks:  # fewer key/value heads than ranks: k_proj and v_proj are replicated
-            plan = {name: style for name, style in plan.items() if not name.startswith(("k_", "v_"))}
-        return plan
+    column_names, row_name = _projections_to_split(name, module)
+    if not column_names:
+        return None
+    head_dim = _head_dim(module)
+    norms, others = [], []
+    for parameter_name, parameter in module.named_parameters():
+        owner = parameter_name.rpartition(".")[0]
+        if owner in _HEAD_NORMS and parameter.shape == (head_dim,):
+            norms.append(owner)
+        elif owner not in (*column_names, row_name) and parameter_name != "sinks":
+            others.append(parameter_name)
+    if others or not isinstance(head_dim, int):
+        raise ArgumentError(
+            f"{name} has {others[0] if others else 'no head_dim'}, which parallelize cannot split by heads.",
+            _SPLIT_SEQUENCE_ADVICE,
+        )
+    heads, kv_heads = _count_heads(module)
+    check_heads_divide(name, heads, kv_heads, ranks)
+    plan: dict[str, Any] = {each: ColwiseParallel() for each in column_names} | {row_name: RowwiseParallel()}
+    # A norm of single heads gets (batch, tokens, heads of this rank, head_dim); its gradient is summed over ranks.
+    plan |= {each: SequenceParallel(sequence_dim=2, use_local_output=True) for each in norms}
+    # With fewer key/value heads than ranks k_proj and v_proj are replicated.
+    return {each: style for each, style in plan.items() if kv_heads % ranks == 0 or not each.startswith(("k_", "v_"))}
 
 
-def _splittable_transformers_layer(name: str, module: nn.Module) -> _TransformersLayer | None:
-    """Describe an attention layer of transformers that can be split; None for other modules.
+def _projections_to_split(name: str, module: nn.Module) -> tuple[tuple[str, ...], str]:
+    """Return the names of an attention layer's projections that are split by columns, and of the one split by rows.
 
-    Raises an ArgumentError if the layer has a fused q/k/v projection whose columns are not ordered by head.
+    There are none, ((), ""), in other modules. A fused q/k/v projection whose columns are not ordered by head raises an
+    ArgumentError.
     """
 
     def is_linear(each: str) -> bool:
         return isinstance(getattr(module, each, None), nn.Linear)
 
+    row_name = next(filter(is_linear, _OUTPUT_PROJECTIONS), "")
     if not hasattr(module, "config"):
-        return None
-    rows = next((each for each in _OUTPUT_PROJECTIONS if is_linear(each)), None)
-    if rows is not None and all(is_linear(each) for each in _SEPARATE_QKV):
-        return _TransformersLayer(name, module, _SEPARATE_QKV, rows)
-    together = next((each for each in _FUSED_QKV if isinstance(getattr(module, each, None), nn.Module)), None)
-    if together is None:
-        return None
-    if rows is not None and _FUSED_QKV_ORDERED_BY_HEAD.get(getattr(module.config, "model_type", "")) == together:
-        return _TransformersLayer(name, module, (together,), rows)
+        return (), ""
+    if row_name and all(map(is_linear, _SEPARATE_QKV)):
+        return _SEPARATE_QKV, row_name
+    fused = next((each for each in _FUSED_QKV if isinstance(getattr(module, each, None), nn.Module)), None)
+    if fused is None:
+        return (), ""
+    if row_name and _FUSED_QKV_ORDERED_BY_HEAD.get(getattr(module.config, "model_type", "")) == fused:
+        return (fused,), row_name
     raise ArgumentError(
-        f"{name} projects queries, keys and values together, by {together}, and not head by head: a rank cannot have "
+        f"{name} projects queries, keys and values together, by {fused}, and not head by head: a rank cannot have "
         "the columns of its heads alone.",
         _SPLIT_SEQUENCE_ADVICE,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -34,8 +35,10 @@ class Layout(NamedTuple):
     def chunks(self, rank: int, length: int) -> tuple[TokenRange, ...]:
         """Return the ranges of positions, [first, stop) each, of a rank's tokens in a sequence of `length` tokens."""
         size = length // self.chunk_count
-        indices = (rank,) if self.kind == "contiguous" else (rank, self.chunk_count - 1 - rank)
-        return tuple((index * size, (index + 1) * size) for index in indices)
+        return tuple((index * size, (index + 1) * size) for index in self._chunk_indices(rank))
+
+    def _chunk_indices(self, rank: int) -> tuple[int, ...]:
+        return (rank,) if self.kind == "contiguous" else (rank, self.chunk_count - 1 - rank)
 
     @property
     def chunk_count(self) -> int:
@@ -48,11 +51,17 @@ class Layout(NamedTuple):
 
     def select_tokens_of_rank(self, whole: Tensor, rank: int, dim: int) -> Tensor:
         """Slice the tokens of a rank from a tensor of the whole sequence, whose dimension `dim` is tokens."""
-        length = whole.shape[dim]
-        parts = [whole.narrow(dim, first, stop - first) for first, stop in self.chunks(rank, length)]
-        return torch.cat(parts, dim)
+        chunks = whole.chunk(self.chunk_count, dim)
+        return torch.cat([chunks[index] for index in self._chunk_indices(rank)], dim)
 
-    def join_tokens_of_ranks(self, parts: list[Tensor], dim: int) -> Tensor:
+    def stack_tokens_of_ranks(self, whole: Tensor, dim: int) -> Tensor:
+        """Stack the tokens of all ranks, (ranks, ...), from a tensor of the whole sequence along dimension `dim`."""
+        chunks = whole.chunk(self.chunk_count, dim)
+        return torch.stack(
+            [torch.cat([chunks[index] for index in self._chunk_indices(rank)], dim) for rank in range(self.ranks)]
+        )
+
+    def join_tokens_of_ranks(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """Concatenate the tokens of all ranks, listed by rank, to the whole sequence along dimension `dim`."""
         count = self.chunk_count // self.ranks
         chunks = [part.chunk(count, dim) for part in parts]
@@ -62,10 +71,8 @@ class Layout(NamedTuple):
     def check_length(self, length: int) -> None:
         """Check that a sequence of `length` tokens can be cut into chunks of equal length."""
         if length % self.chunk_count or not length:
-            lower, upper = (
-                length // self.chunk_count * self.chunk_count,
-                (length // self.chunk_count + 1) * self.chunk_count,
-            )
+            lower = length - length % self.chunk_count
+            upper = lower + self.chunk_count
             fitting = f"{lower} or {upper}" if lower else str(upper)
             raise ShapeError(
                 f"The sequence has {length} tokens, and {self.ranks} ranks hold {self.chunk_count} equal chunks of it.",

@@ -6,8 +6,6 @@ of the attention weight.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-
 import torch
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from multihead.probes.statistics import measure_parts, set_empty_and_bad_queries
 
 _LARGEST_KEY, _LARGEST_WEIGHT = "largest_key", "largest_weight"
 _MEAN_DISTANCE, _DISTANCE_SPREAD = "mean_distance", "distance_spread"
+_COMPANIONS: dict[PartName, PartName] = {_DISTANCE_SPREAD: _MEAN_DISTANCE, _LARGEST_KEY: _LARGEST_WEIGHT}
 
 
 @torch.no_grad()
@@ -52,8 +51,8 @@ class MergedStatistics:
         like: tensor (batch, heads, queries) with the sizes and the device of the statistics.
     """
 
-    def __init__(self, wanted: Collection[PartName], like: Tensor) -> None:
-        self.wanted = frozenset(wanted)
+    def __init__(self, wanted: frozenset[PartName], like: Tensor) -> None:
+        self.wanted = wanted
         self.logsumexp = torch.full_like(like, -torch.inf, dtype=torch.float64)
         self.sums = {
             part: torch.zeros_like(like, dtype=torch.float64)
@@ -72,17 +71,14 @@ class MergedStatistics:
         old, new = log_old.exp(), log_new.exp()
         found = {part: value.double() for part, value in parts.items()}
         if _MEAN_DISTANCE in self.sums:
-            mean = old * self.sums[_MEAN_DISTANCE][:, :, at] + new * found[_MEAN_DISTANCE]
+            known, more = self.sums[_MEAN_DISTANCE][:, :, at], found[_MEAN_DISTANCE]
+            mean = old * known + new * more
             if _DISTANCE_SPREAD in self.sums:
-                variance = sum(
-                    share * (spread.square() + (own - mean).square())
-                    for share, spread, own in (
-                        (old, self.sums[_DISTANCE_SPREAD][:, :, at], self.sums[_MEAN_DISTANCE][:, :, at]),
-                        (new, found[_DISTANCE_SPREAD], found[_MEAN_DISTANCE]),
-                    )
-                )
-                self.sums[_DISTANCE_SPREAD][:, :, at] = torch.as_tensor(variance).sqrt()
-            self.sums[_MEAN_DISTANCE][:, :, at] = mean
+                spread = self.sums[_DISTANCE_SPREAD][:, :, at]
+                variance = old * (spread.square() + (known - mean).square())
+                variance += new * (found[_DISTANCE_SPREAD].square() + (more - mean).square())
+                spread.copy_(variance.sqrt())
+            known.copy_(mean)
         for part, own in self.sums.items():
             if part in (_MEAN_DISTANCE, _DISTANCE_SPREAD):
                 continue
@@ -127,25 +123,9 @@ class MergedStatistics:
         return {part: value.to(dtype) if value.is_floating_point() else value for part, value in found.items()}
 
 
-def stack_parts(parts: dict[PartName, Tensor]) -> Tensor:
-    """Stack statistics to one tensor (batch, heads, queries, statistics) in float64, exact for indices of keys."""
-    return torch.stack([value.double() for value in parts.values()], -1)
-
-
-def unstack_parts(tensor: Tensor, like: dict[PartName, Tensor]) -> dict[PartName, Tensor]:
-    """Split a tensor of `stack_parts` into statistics, with the names and dtypes of `like`."""
-    each = zip(like.items(), tensor.unbind(-1), strict=True)
-    return {part: value.to(other.dtype) for (part, other), value in each}
-
-
-def _add_companion_parts(wanted: Iterable[PartName]) -> frozenset[PartName]:
+def _add_companion_parts(wanted: frozenset[PartName]) -> frozenset[PartName]:
     """Add the statistics that merging needs: the mean distance for its spread, the largest weight for its key."""
-    found = frozenset(wanted)
-    return (
-        found
-        | {_MEAN_DISTANCE for part in found if part == _DISTANCE_SPREAD}
-        | {_LARGEST_WEIGHT for part in found if part == _LARGEST_KEY}
-    )
+    return wanted.union(_COMPANIONS[part] for part in wanted if part in _COMPANIONS)
 
 
 def _share_times_log(share: Tensor, log: Tensor) -> Tensor:

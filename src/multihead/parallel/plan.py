@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -47,16 +47,11 @@ class MapBlockMask(Mask):
 
     def bounds(self, extent: CallPositions) -> KeyBounds:
         """Clip the whole mask's intervals of visible keys to the block."""
-        (first, stop), device = self.keys, extent.positions.device
-        edges = (
-            edge[:, slice(*self.rows)].to(device)
-            for edge in (self.bounds_of_whole_map.start, self.bounds_of_whole_map.stop)
-        )
-        start, end = (edge.clamp(first, stop) - first for edge in edges)
-        rest = self.bounds_of_whole_map.remainder
-        return KeyBounds(
-            start, end, None if rest is None else MapBlockMask(rest, self.bounds_of_whole_map, self.rows, self.keys)
-        )
+        whole, device = self.bounds_of_whole_map, extent.positions.device
+        edges = (edge[:, slice(*self.rows)].to(device) for edge in (whole.start, whole.stop))
+        start, end = (edge.clamp(*self.keys) - self.keys[0] for edge in edges)
+        rest = None if whole.remainder is None else replace(self, mask=whole.remainder)
+        return KeyBounds(start, end, rest)
 
 
 class MapPiece(NamedTuple):
@@ -146,16 +141,12 @@ def plan_ring(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
     """Plan ring attention for one rank, given the mask and the length of the whole sequence; plans are cached."""
     of_mask = mask.cache_key()
     key = None if of_mask is None else (of_mask, length, layout, rank)
-    known = None if key is None else _RING_PLANS.entries.get(key)
+    known = _RING_PLANS.entries.get(key)
     if known is not None:
         return known
     bounds = key_bounds(mask, queries=length, keys=length)
-    steps = [
-        step
-        for distance in range(layout.ranks)
-        for step in _steps_of_rank(mask, bounds, length, layout, rank, distance)
-    ]
-    found = RingPlan(length, mask, bounds, tuple(steps))
+    steps = [_steps_of_rank(mask, bounds, length, layout, rank, distance) for distance in range(layout.ranks)]
+    found = RingPlan(length, mask, bounds, tuple(chain.from_iterable(steps)))
     if key is not None:
         _RING_PLANS.add(key, found, bounds)
     return found
@@ -357,7 +348,5 @@ def copies_for_ulysses(shape: AttentionShape, ranks: int) -> int | None:
     """
     if shape.num_heads % ranks:
         return None
-    for copies in range(1, shape.heads_per_kv_head + 1):
-        if shape.num_kv_heads * copies % ranks == 0 and shape.heads_per_kv_head % copies == 0:
-            return copies
-    return None
+    divisors = (each for each in range(1, shape.heads_per_kv_head + 1) if shape.heads_per_kv_head % each == 0)
+    return next(copies for copies in divisors if shape.num_kv_heads * copies % ranks == 0)

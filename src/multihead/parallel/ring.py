@@ -75,54 +75,17 @@ class Ring:
         return self.request if bias is None or values is None else replace(self.request, bias=with_values(bias, values))
 
     def steps_with_keys(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, tuple[Tensor, ...]]]:
-        """Yield each step with its keys and values, () if it needs none, while those of the next step are received."""
-        transfer = None
+        """Yield each step with its keys and values, while those of the next step are received."""
+        transfer: Transfer | None = None
         for step, following in zip(self.plan.steps, (*self.plan.steps[1:], None), strict=True):
             next_transfer = None
-            if following is not None and (following.sent_ranges or following.received_ranges):
-                next_transfer = self._exchange_ranges(
-                    slice_token_major((k, v), following.sent_ranges),
-                    (k, v),
-                    following.received_ranges,
-                    following.distance,
+            if following is not None:
+                sent, received = following.sent_ranges, following.received_ranges
+                next_transfer = Transfer(
+                    self.ranks, slice_token_major((k, v), sent), (k, v), received, following.distance
                 )
-            yield step, self._keys_of_step(step, transfer, k, v)
+            yield step, transfer.wait() if transfer else tuple(slice_ranges(x, step.received_ranges) for x in (k, v))
             transfer = next_transfer
-
-    def _keys_of_step(self, step: RingStep, transfer: Transfer | None, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Wait for the transfer of a step, and return its keys and values; () if the rank needs none in the step."""
-        found = () if transfer is None else transfer.wait()
-        if step.distance == 0 and step.received_ranges:
-            return slice_ranges(k, step.received_ranges), slice_ranges(v, step.received_ranges)
-        return found if step.received_ranges else ()
-
-    def start_gradient_transfer(
-        self, step: RingStep, gradients: tuple[Tensor, ...], k: Tensor, v: Tensor
-    ) -> Transfer | None:
-        """Start to send the gradients of a step's keys and values back to their rank; None without a transfer."""
-        if step.distance == 0 or not (step.sent_ranges or step.received_ranges):
-            return None
-        message = slice_token_major(tuple(x.to(k.dtype) for x in gradients), _concatenated_ranges(step.received_ranges))
-        return self._exchange_ranges(message, (k, v), step.sent_ranges, -step.distance)
-
-    def _exchange_ranges(
-        self, sent: tuple[Tensor, ...], like: tuple[Tensor, ...], ranges: tuple[TokenRange, ...], distance: int
-    ) -> Transfer:
-        """Start to send tensors to rank r + distance and to receive ranges from rank r - distance (this rank is r)."""
-        rank, count = self.ranks.rank, self.ranks.size
-        return Transfer(
-            self.ranks, sent, (rank + distance) % count, like, _lengths_of_ranges(ranges), (rank - distance) % count
-        )
-
-
-def _lengths_of_ranges(ranges: tuple[TokenRange, ...]) -> tuple[int, ...]:
-    return tuple(stop - first for first, stop in ranges)
-
-
-def _concatenated_ranges(ranges: tuple[TokenRange, ...]) -> tuple[TokenRange, ...]:
-    """Return where each range lies after the tokens of all ranges are concatenated."""
-    ends = list(accumulate(_lengths_of_ranges(ranges), initial=0))
-    return tuple(pairwise(ends))
 
 
 def request_of_piece(
@@ -257,19 +220,20 @@ class _RingBackward:
         if bias_wanted and self.request.bias is not None:
             self.bias_gradient = with_values(self.request.bias, torch.zeros_like(values_of(self.request.bias)))
         returning: Transfer | None = None
-        before: RingStep | None = None
         for step, keys_and_values in self.ring.steps_with_keys(k, v):
-            gradients = self.compute_step(step, *keys_and_values) if keys_and_values else ()
+            gradients = self.compute_step(step, *keys_and_values)
             del keys_and_values
-            self.add_returned_gradients(before, returning)
-            returning, before = self.ring.start_gradient_transfer(step, gradients, k, v), step
-            del gradients
-        self.add_returned_gradients(before, returning)
+            self.add_returned_gradients(returning)
+            ends = accumulate((stop - first for first, stop in step.received_ranges), initial=0)
+            sent = slice_token_major(tuple(x.to(k.dtype) for x in gradients), tuple(pairwise(ends)))
+            returning = Transfer(self.ring.ranks, sent, (k, v), step.sent_ranges, -step.distance)
+            del gradients, sent
+        self.add_returned_gradients(returning)
 
-    def compute_step(self, step: RingStep, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradients of q and the bias in one step to their sums, and return the gradients of k and v.
+    def compute_step(self, step: RingStep, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Add the gradients of q and the bias in one step to their sums, and return the gradients of k and v to send.
 
-        In the first step, whose keys are the rank's own, the gradients of k and v are also added to `gradient_sums`.
+        In the first step, whose keys are the rank's own, they are added to `gradient_sums`, and () is returned.
         """
         dtype, own = self.logsumexp.dtype, step.distance == 0
         views = [slice_ranges(each, step.received_ranges) for each in self.gradient_sums[1:]] if own else []
@@ -287,7 +251,7 @@ class _RingBackward:
             del of_q, of_k, of_v, bias_gradient  # frees their memory before the next piece is computed
         if own and not at_once:
             self.add_local_gradients(step.received_ranges, (dk, dv))
-        return dk, dv
+        return () if own else (dk, dv)
 
     def compute_piece(self, piece: MapPiece, k: Tensor, v: Tensor) -> Gradients:
         """Compute the gradients of q, k, v and the values of the bias of one piece."""
@@ -332,18 +296,17 @@ class _RingBackward:
         return known[0], known[1], known[2], known[3] if len(known) > 3 else None
 
     def add_local_gradients(self, ranges: tuple[TokenRange, ...], gradients: tuple[Tensor, ...]) -> None:
-        """Add gradients of k and v at some ranges of this rank's keys to `sums`."""
+        """Add gradients of k and v at some ranges of this rank's keys to `gradient_sums`."""
         for total, part in zip(self.gradient_sums[1:], gradients, strict=True):
             first = 0
             for start, stop in ranges:
                 total[:, :, start:stop] += part[:, :, first : first + stop - start]
                 first += stop - start
 
-    def add_returned_gradients(self, step: RingStep | None, transfer: Transfer | None) -> None:
-        """Wait for the gradients that another rank computed for this rank's keys and values, and add them to `sums`."""
-        found = () if transfer is None else transfer.wait()
-        if step is not None and found:
-            self.add_local_gradients(step.sent_ranges, found)
+    def add_returned_gradients(self, transfer: Transfer | None) -> None:
+        """Wait for gradients of this rank's keys and values from another rank, and add them to `gradient_sums`."""
+        if transfer is not None:
+            self.add_local_gradients(transfer.ranges, transfer.wait())
 
     def gradient_of_sinks(self, sinks: Tensor) -> Tensor:
         """Return the gradient of the sinks: the sum of -p delta over this rank's queries, p = exp(sink - L)."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from multihead.parallel.exchange import (
     reshard_tokens_to_heads,
 )
 from multihead.parallel.layout import Layout, LayoutName, TokenRange, check_layout_name
-from multihead.parallel.measuring import MergedStatistics, measure_over_keys, stack_parts, unstack_parts
+from multihead.parallel.measuring import MergedStatistics, measure_over_keys
 from multihead.parallel.plan import (
     MapBlockMask,
     MapPiece,
@@ -68,13 +68,6 @@ CheckFrequency = Literal["every call", "first call"]
 
 _FULL = Full()
 _OUTSIDE_OF_GRAPHS_REASON = "ranks exchange tensors in attention over a split sequence, so leave out fullgraph=True"
-
-
-class ChosenStrategy(NamedTuple):
-    """A strategy of sequence parallelism, and the reason for choosing it, in one line."""
-
-    strategy: Strategy
-    reason: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,15 +286,15 @@ class _SplitOverRanks:
     @outside_of_graphs(_OUTSIDE_OF_GRAPHS_REASON)
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> AttentionResult:
         observed = bool(listeners()) and not is_traced() and not is_in_backward_pass()
-        request, ring_plan, chosen = self._plan_call(request, kernel)
+        request, ring_plan, (strategy, _) = self._plan_call(request, kernel)
         if observed:
             request = replace(request, requested_statistics=statistics_requested_by_listeners())
-        seed = self._compare_with_ranks(request, ring_plan, chosen.strategy, observed=observed)
+        seed = self._compare_with_ranks(request, ring_plan, strategy, observed=observed)
         if request.dropout:
             request, kernel = replace(request, dropout_slice=DropoutSlice(seed, DropoutOffset())), "native"
-        if chosen.strategy == "ring":
+        if strategy == "ring":
             found = Ring(self.ranks, ring_plan, request, kernel).attend()
-        elif chosen.strategy == "ulysses":
+        elif strategy == "ulysses":
             found = self._attend_by_heads(request, ring_plan, kernel)
         else:
             found = self._attend_by_gathering(request, ring_plan, kernel)
@@ -310,15 +303,19 @@ class _SplitOverRanks:
         return found
 
     def estimate_rank_work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:
-        request, ring_plan, chosen = self._plan_call(request, kernel)
+        request, ring_plan, (strategy, reason) = self._plan_call(request, kernel)
         shape, ranks, rank = request.shape, self.ranks.size, self.ranks.rank
-        whole, strategy = self.whole_shape(shape), chosen.strategy
         sent = compute_traffic(strategy, shape, ring_plan, ranks)
-        length = whole.query_length
-        k, v = (request.k.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (request.k, request.v))
+        length = ring_plan.length
         if strategy == "ulysses":
-            parts = [self._request_of_heads(request, *self._make_placeholder_heads(request, length))]
+            copies = copies_for_ulysses(shape, ranks) or 1
+            q, k, v = (
+                x.new_empty(()).expand(x.shape[0], x.shape[1] * count // ranks, length, x.shape[3])
+                for x, count in ((request.q, 1), (request.k, copies), (request.v, copies))
+            )
+            parts = [self._request_of_heads(request, q, k, v)]
         else:
+            k, v = (x.new_empty(()).expand(*x.shape[:2], length, x.shape[3]) for x in (request.k, request.v))
             ring_pieces = [piece for step in ring_plan.steps for piece in step.pieces]
             pieces = ring_pieces if strategy == "ring" else self._pieces_of_chunks(request.mask, ring_plan)
             parts = [request_of_piece(request, piece, length, request.q, k, v) for piece in pieces]
@@ -329,14 +326,14 @@ class _SplitOverRanks:
         lines = (
             ("ranks", f"{strategy}: rank {rank} of {ranks} computes its part in {calls}; {self.layout.kind} layout"),
             ("sends", f"{readable_bytes(sent.forward_bytes)} forward, {readable_bytes(sent.backward_bytes)} backward"),
-            ("because", chosen.reason),
+            ("because", reason),
             ("compile", "outside of the graphs of torch.compile, so fullgraph=True raises an error"),
         )
         return RankWork(parts, shape.num_cells * ranks, round(own * per_cell), sent.stored_bytes, lines)
 
     def _plan_call(
         self, request: AttentionRequest, kernel: str | None
-    ) -> tuple[AttentionRequest, RingPlan, ChosenStrategy]:
+    ) -> tuple[AttentionRequest, RingPlan, tuple[Strategy, str]]:
         """Check a call, plan it and choose the strategy, without communication.
 
         Returns:
@@ -362,8 +359,8 @@ class _SplitOverRanks:
             )
         return request, ring_plan, self._choose_strategy(request.shape, ring_plan)
 
-    def _choose_strategy(self, shape: AttentionShape, ring_plan: RingPlan) -> ChosenStrategy:
-        """Choose the strategy of a call from sizes that are equal on all ranks."""
+    def _choose_strategy(self, shape: AttentionShape, ring_plan: RingPlan) -> tuple[Strategy, str]:
+        """Choose the strategy of a call from sizes that are equal on all ranks; return it and the reason."""
         ranks, copies = self.ranks.size, copies_for_ulysses(shape, self.ranks.size)
         if self.strategy == "ulysses" and copies is None:
             raise ArgumentError(
@@ -372,15 +369,13 @@ class _SplitOverRanks:
                 'Take a number of ranks that divides the heads, or strategy="ring".',
             )
         if self.strategy != "auto":
-            return ChosenStrategy(self.strategy, f'strategy="{self.strategy}" was given')
+            return self.strategy, f'strategy="{self.strategy}" was given'
         if copies is None:
-            return ChosenStrategy(
-                "ring", f"{shape.num_heads} heads cannot be divided over {ranks} ranks, as Ulysses needs it"
-            )
+            return "ring", f"{shape.num_heads} heads cannot be divided over {ranks} ranks, as Ulysses needs it"
         by_ring = count_keys_sent(ring_plan.bounds, self.layout) * bytes_of_keys(shape, 1)
         by_heads = compute_traffic("ulysses", shape, ring_plan, ranks).forward_bytes * ranks
         sums = f"in a ring all ranks send {readable_bytes(by_ring)}, with Ulysses {readable_bytes(by_heads)}"
-        return ChosenStrategy("ring" if by_ring <= by_heads else "ulysses", sums)
+        return "ring" if by_ring <= by_heads else "ulysses", sums
 
     def _compare_with_ranks(
         self, request: AttentionRequest, ring_plan: RingPlan, strategy: Strategy, *, observed: bool
@@ -467,8 +462,10 @@ class _SplitOverRanks:
         if not request.requested_statistics:
             return AttentionResult(output, logsumexp)
         parts = measure_over_keys(part, found, ring_plan.first_keys(request))
-        exchanged = reshard_heads_to_tokens(stack_parts(parts), self.ranks, self.layout)
-        return AttentionResult(output, logsumexp, unstack_parts(exchanged, parts))
+        stacked = torch.stack([value.double() for value in parts.values()], -1)  # exact for indices of keys
+        exchanged = reshard_heads_to_tokens(stacked, self.ranks, self.layout).unbind(-1)
+        named = zip(parts.items(), exchanged, strict=True)
+        return AttentionResult(output, logsumexp, {part: value.to(own.dtype) for (part, own), value in named})
 
     def _request_of_heads(self, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> AttentionRequest:
         """Return a request for this rank's heads, given q, k and v of these heads for the whole sequence."""
@@ -489,14 +486,3 @@ class _SplitOverRanks:
             sinks=None if request.sinks is None else request.sinks[own],
             dropout_slice=dropout_of_piece(request, head_start=own.start, total_heads=total),
         )
-
-    def _make_placeholder_heads(self, request: AttentionRequest, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return placeholders without memory for q, k and v of this rank's heads and `length` tokens."""
-        ranks, blank = self.ranks.size, request.q.new_empty(())
-        kv_heads = request.shape.num_kv_heads * (copies_for_ulysses(request.shape, ranks) or 1) // ranks
-        counts = (request.shape.num_heads // ranks, kv_heads, kv_heads)
-        widths = (request.shape.head_dim, request.shape.head_dim, request.shape.value_dim)
-        q, k, v = (
-            blank.expand(request.shape.batch, heads, length, width) for heads, width in zip(counts, widths, strict=True)
-        )
-        return q, k, v
