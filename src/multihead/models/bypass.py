@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from multihead.errors import ModelError
-from multihead.models.coverage import any_base_uses_interface, multiplies_matrices, package_of
+from multihead.models.coverage import first_base_using_interface, multiplies_matrices, package_of
 from multihead.models.lazy_mask import mask_reads
 from multihead.models.pretrained import innermost_model, is_submodule_of
 from multihead.models.rejection import selects_our_attention
@@ -55,7 +55,7 @@ def report_bypassing_modules(undo: Undo, model: nn.Module, models: Mapping[str, 
             checked.
         report: called with a sentence that names the module.
     """
-    attending = [name for name, module in model.named_modules() if any_base_uses_interface(type(module))]
+    attending = [name for name, module in model.named_modules() if first_base_using_interface(type(module).__mro__)]
     for name, module in model.named_modules():
         around = innermost_model(name, models)
         attends = name in attending

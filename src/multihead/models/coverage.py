@@ -70,9 +70,9 @@ def uses_attention_interface(kind: Any) -> bool:
     return package_of(kind) not in ("multihead", "torch") and _interface_is_named(_read_class_forward(kind).names)
 
 
-def any_base_uses_interface(kind: Any) -> bool:
-    """Whether the forward of a class, or of one of its base classes, uses transformers' AttentionInterface."""
-    return _first_base_using_interface(kind.__mro__) is not None
+def first_base_using_interface(bases: tuple[Any, ...]) -> Any:
+    """Return the first class whose own forward uses transformers' AttentionInterface, or None."""
+    return next((base for base in bases if "forward" in vars(base) and uses_attention_interface(base)), None)
 
 
 def multiplies_matrices(kind: Any) -> bool:
@@ -218,14 +218,9 @@ def _reason_code_unsupported(kind: Any, code: _ForwardCode, bases: tuple[Any, ..
         and any(_MATRIX_PRODUCT_NAME.search(name) for name in code.names)
     ):
         return f"{kind.__name__} computes its weights itself, without transformers' AttentionInterface."
-    if (base := _first_base_using_interface(bases)) is not None:
+    if (base := first_base_using_interface(bases)) is not None:
         return f"{kind.__name__} replaces the forward of {base.__name__}, which calls transformers' AttentionInterface."
     return None
-
-
-def _first_base_using_interface(bases: tuple[Any, ...]) -> Any:
-    """Return the first class whose own forward uses transformers' AttentionInterface, or None."""
-    return next((base for base in bases if "forward" in vars(base) and uses_attention_interface(base)), None)
 
 
 def _interface_is_named(names: frozenset[str]) -> bool:

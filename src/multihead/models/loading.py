@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from logging import CRITICAL
@@ -124,11 +124,6 @@ class LoadedModel:
     def has_decoder(self) -> bool:
         """Whether the model is an encoder-decoder model."""
         return has_decoder(self.config)
-
-    @property
-    def reads_audio(self) -> bool:
-        """Whether the model's main input is audio features."""
-        return getattr(self.model, "main_input_name", "") == "input_features"
 
     @property
     def max_tokens(self) -> int | None:
@@ -324,11 +319,9 @@ def load(
     with silence_transformers(), hub_access(online=described.found_model.online):
         (stage or (lambda name: None))("weights")
         network = _load_weights(described, dtype, head).to(target).eval()
-        loaded = LoadedModel(described.name, described.title, network, described.tokenizer, head=head)
-        if loaded.reads_audio:
-            extractor = _load_processor("AutoFeatureExtractor", described.pretrained_arguments)
-            loaded = replace(loaded, feature_extractor=extractor)
-    return loaded
+        reads_audio = getattr(network, "main_input_name", "") == "input_features"
+        extractor = _load_processor("AutoFeatureExtractor", described.pretrained_arguments) if reads_audio else None
+    return LoadedModel(described.name, described.title, network, described.tokenizer, extractor, head)
 
 
 def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> EncodedText:
@@ -480,11 +473,9 @@ def _import_transformers() -> Any:
 
 def _checked_device(device: str) -> torch.device:
     try:
-        target = torch.device(device)
-        torch.empty(0, device=target)
+        return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ArgumentError(f"device is {device!r}, and this machine has no such device.", 'Give "cpu".') from error
-    return target
 
 
 def _from_pretrained_arguments(found: FoundModel) -> dict[str, str]:
