@@ -169,7 +169,7 @@ class Intervention:
         self.samples = _check_indices("samples", self.samples, "sample")
 
     def __repr__(self) -> str:
-        heads = (f"{key} {self.replacement.describe(factor)}" for key, factor in self.heads.items())
+        heads = (f"{key} {self.replacement.description.format(factor=factor)}" for key, factor in self.heads.items())
         return f"<Intervention: {', '.join(heads)}>"
 
     def __enter__(self) -> Intervention:

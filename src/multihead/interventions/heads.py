@@ -120,7 +120,7 @@ def resolve_heads(model: nn.Module, heads: Head | Iterable[Head]) -> list[HeadKe
     if not single and (isinstance(heads, Mapping) or not isinstance(heads, Iterable)):
         raise ArgumentError(f"The heads are {heads!r}.", _HEAD_ADVICE)
     items: list[Any] = [heads] if single else list(heads)  # type: ignore[arg-type]
-    keys = list(dict.fromkeys(parse_head(item) for item in items))
+    keys = [parse_head(item) for item in items]
     if not keys:
         raise ArgumentError("No head is named.", _HEAD_ADVICE)
     layers = attention_layers(model)
@@ -169,8 +169,7 @@ def _check_key_exists(model: nn.Module, key: HeadKey, layers: list[AttentionLaye
                 f"The model has {len(named) or 'no'} attention layers {key.layer!r}.",
                 f"Its layers are {join_first([each.name for each in layers], _MAX_LISTED_LAYERS)}.",
             )
-        key, own = HeadKey(named[0].name + sign + count, key.head), named[0].num_heads
-        most = own
+        key, most = HeadKey(named[0].name + sign + count, key.head), named[0].num_heads
     else:
         # A module that runs several times counts as several layers.
         configs: list[Any] = [each.config for each in pretrained_models(model).values()]

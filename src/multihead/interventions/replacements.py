@@ -19,8 +19,8 @@ class Replacement(Protocol):
     needs_tokens: bool
     """Whether the result depends on which token each query is."""
 
-    def describe(self, factor: float) -> str:
-        """Describe the change of a head with this factor in a few words, such as "times 0"."""
+    description: str
+    """The change of a head in a few words, with {factor} for its factor, such as "times {factor}"."""
 
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Return the new output of the changed heads, and the factors by which their own outputs were multiplied.
@@ -41,10 +41,7 @@ class ScaledOutput:
     """A head's own output times the factor of the head; the factor 0 gives 0, also for NaN and inf."""
 
     needs_tokens = False
-
-    def describe(self, factor: float) -> str:
-        """Return the factor as text, such as "times 0"."""
-        return f"times {factor:g}"
+    description = "times {factor:g}"
 
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Scale the output of heads, see `Replacement.replace`."""
@@ -58,10 +55,7 @@ class MeanOutput:
 
     means: HeadMeans
     needs_tokens = True
-
-    def describe(self, _: float) -> str:
-        """Return a description of the change, the same for every head."""
-        return "by its mean"
+    description = "by its mean"
 
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Replace the output of heads by their means, see `Replacement.replace`."""
@@ -82,10 +76,7 @@ class ResampledOutput:
 
     seed: int = 0
     needs_tokens = True
-
-    def describe(self, _: float) -> str:
-        """Return a description of the change, the same for every head."""
-        return "by that of another text"
+    description = "by that of another text"
 
     def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Replace the output of heads by that of another text, see `Replacement.replace`."""

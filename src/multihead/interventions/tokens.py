@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from multihead.kernels.call import AttentionRequest
+from multihead.kernels.call import AttentionRequest, PositionInSequence
 from multihead.layer import MultiHeadAttention
 from multihead.models import huggingface
 from multihead.models.pretrained import InputTracker, is_cross_attention_call
@@ -78,66 +78,48 @@ class TokenFinder:
             starts = lengths.cumsum(0) - lengths
             position = torch.arange(queries, device=device) - starts[text]
             return QueryTokens(text[None], position[None])
-        call = _ModuleCall(request, name, huggingface.call_key_positions.get())
-        crosses = call.is_cross_attention
-        if crosses is False:
-            position = self._positions_in_self_attention(call)
-        else:
-            counted = (
-                torch.arange(queries, device=device).expand(batch, -1) if crosses else self._count_queries(request)
-            )
-            position = self._positions_in_cross_attention(request, counted)
+        position = self._positions(_ModuleCall(request, name, huggingface.call_key_positions.get()))
         windows = 1 if request.position_in_sequence is not None else self.inputs.rows_per_sample(name, batch)
         if windows > 1:
             position = position + text % windows * queries
         return QueryTokens(text // windows, position)
 
-    def _positions_in_cache(self, request: AttentionRequest) -> Tensor:
-        """Return the positions of queries whose keys are in a cache of this library: (batch, queries) int64."""
-        place, shape = request.position_in_sequence, request.shape
-        assert place is not None
-        start = _first_query_position(request) + torch.as_tensor(place.key_start)
-        if place.first_query is not None:  # cross-attention counts its queries
-            start = torch.as_tensor(place.first_query)
-        index = torch.arange(shape.query_length, device=shape.device)
-        position = (start.to(shape.device).view(-1, 1) + index).expand(shape.batch, -1)
-        if place.lengths is None:
-            return position
-        return position.masked_fill(index >= place.lengths.to(shape.device)[:, None], -1)
-
-    def _positions_in_cross_attention(self, request: AttentionRequest, counted: Tensor) -> Tensor:
-        """Return the positions of the queries of a cross-attention, or `counted` if unknown: (batch, queries) int64."""
-        shape, newest = request.shape, self._newest_self_attention
+    def _positions(self, call: _ModuleCall) -> Tensor:
+        """Return the positions of the queries of a call: (batch, queries) int64, -1 for padding."""
+        request, place, shape = call.request, call.key_offset_and_padding, call.request.shape
         if request.position_in_sequence is not None:
-            return self._positions_in_cache(request)
+            return _positions_in_cache(request, request.position_in_sequence)
         if (unpadded := request.known_origin.unpadded_queries) is not None:
             return _count_tokens(unpadded)
-        if newest is not None and _keeps_batch_columns(newest.request):
-            same = newest.request.shape
-            if (same.batch, same.query_length) == (shape.batch, shape.query_length):
-                return self._positions_in_self_attention(newest)
-        return counted
-
-    def _positions_in_self_attention(self, call: _ModuleCall) -> Tensor:
-        """Return the positions of the queries of a self-attention: (batch, queries) int64."""
-        request, place = call.request, call.key_offset_and_padding
-        if request.position_in_sequence is not None:
-            return self._positions_in_cache(request)
-        offset = 0 if place is None else place.key_offset
-        if place is not None:
+        index = torch.arange(shape.query_length, device=shape.device)
+        crosses, offset = call.is_cross_attention, 0 if place is None else place.key_offset
+        if crosses is False and place is not None:
             tokens = self.inputs.tokens_until_query(call.name, request, offset)
             if tokens is not None:
-                return _count_tokens(tokens)[:, tokens.shape[1] - request.shape.query_length :]
-        return self._count_queries(request, offset)
-
-    @staticmethod
-    def _count_queries(request: AttentionRequest, offset: int = 0) -> Tensor:
-        """Count the queries of a call, without padding where it is known: (batch, queries) int64."""
-        shape, unpadded = request.shape, request.known_origin.unpadded_queries
-        if unpadded is not None:
-            return _count_tokens(unpadded)
+                return _count_tokens(tokens)[:, tokens.shape[1] - shape.query_length :]
+        elif crosses is not False:
+            newest = self._newest_self_attention
+            if newest is not None and _keeps_batch_columns(newest.request):
+                same = newest.request.shape
+                if (same.batch, same.query_length) == (shape.batch, shape.query_length):
+                    return self._positions(newest)
+            if crosses:
+                return index.expand(shape.batch, -1)
         start = _first_query_position(request).to(shape.device).view(-1, 1) + offset
-        return (start + torch.arange(shape.query_length, device=shape.device)).expand(shape.batch, -1)
+        return (start + index).expand(shape.batch, -1)
+
+
+def _positions_in_cache(request: AttentionRequest, place: PositionInSequence) -> Tensor:
+    """Return the positions of queries whose keys are in a cache of this library: (batch, queries) int64."""
+    shape = request.shape
+    start = _first_query_position(request) + torch.as_tensor(place.key_start)
+    if place.first_query is not None:  # cross-attention counts its queries
+        start = torch.as_tensor(place.first_query)
+    index = torch.arange(shape.query_length, device=shape.device)
+    position = (start.to(shape.device).view(-1, 1) + index).expand(shape.batch, -1)
+    if place.lengths is None:
+        return position
+    return position.masked_fill(index >= place.lengths.to(shape.device)[:, None], -1)
 
 
 def _first_query_position(request: AttentionRequest) -> Tensor:
