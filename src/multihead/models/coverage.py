@@ -18,7 +18,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import takewhile
 from types import CodeType, FunctionType
@@ -223,12 +223,12 @@ def _reason_code_unsupported(kind: Any, code: _ForwardCode, bases: tuple[Any, ..
     return None
 
 
-def _interface_is_named(names: frozenset[str]) -> bool:
+def _interface_is_named(names: set[str]) -> bool:
     # `getattr(ALL_ATTENTION_FUNCTIONS, name, eager)` always returns the default: the names are keys, not attributes.
     return "ALL_ATTENTION_FUNCTIONS" in names and ("getattr" not in names or "get_interface" in names)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _ForwardCode:
     """Names and functions in the code of a forward, and in the methods and functions that it uses from the same files.
 
@@ -239,9 +239,9 @@ class _ForwardCode:
             attention.
     """
 
-    names: frozenset[str]
-    called_functions: frozenset[str]
-    default_functions: frozenset[FunctionType]
+    names: set[str] = field(default_factory=set)
+    called_functions: set[str] = field(default_factory=set)
+    default_functions: set[FunctionType] = field(default_factory=set)
 
 
 @cache
@@ -259,40 +259,34 @@ def _read_forward_code(kind: Any, forward: Any, own: dict[str, Any]) -> _Forward
         own: the instance attributes of the module.
     """
     files = {base.__module__ for base in kind.__mro__ if base is not nn.Module} | {getattr(forward, "__module__", "")}
-    names: set[str] = set()
-    calls: set[str] = set()
-    defaults: set[FunctionType] = set()
-    waiting: list[Any] = [forward]
-    direct = {id(forward)}  # ids of functions whose code is read even if they are defined in another file
+    code = _ForwardCode()
+    waiting = [(forward, True)]  # objects, and whether their code is read even if they are defined in another file
     seen: set[CodeType] = set()
     while waiting:
-        given = waiting.pop()
+        given, from_any_file = waiting.pop()
         function = _unwrap_function(given)
         if isinstance(function, partial):
-            parts = [function.func, *function.args, *function.keywords.values()]
-            waiting += parts
-            direct |= {id(each) for each in parts}
+            parts = (function.func, *function.args, *function.keywords.values())
+            waiting += [(each, True) for each in parts]
         if not inspect.isfunction(function) or function.__code__ in seen:
             continue
-        if function.__module__ not in files and not {id(given), id(function)} & direct:
+        if function.__module__ not in files and not from_any_file:
             continue
         seen.add(function.__code__)
         used, called = _names_of_code(function.__code__)
-        names |= used
+        code.names |= used
         found = [function.__globals__.get(name) for name in used]
         for name in used:
             attention = _attention_functions(name, function.__globals__.get(name), found)
-            calls |= {name} if attention and name in called and not _is_attention_function(function) else set()
-            defaults |= attention
-        waiting += [inspect.getattr_static(kind, name, None) for name in used]
+            if attention and name in called and not _is_attention_function(function):
+                code.called_functions.add(name)
+            code.default_functions |= attention
+        found += [inspect.getattr_static(kind, name, None) for name in used]
         if "__class__" in function.__code__.co_freevars:  # super() runs methods of the base classes
-            waiting += [vars(base).get(name) for name in used for base in kind.__mro__[1:]]
-        waiting += found
+            found += [vars(base).get(name) for name in used for base in kind.__mro__[1:]]
         held = [own.get(name) for name in used] + [_closure_cell_content(cell) for cell in function.__closure__ or ()]
-        held = [each for each in held if callable(each)]
-        waiting += held
-        direct |= {id(each) for each in held}
-    return _ForwardCode(frozenset(names), frozenset(calls), frozenset(defaults))
+        waiting += [(each, False) for each in found] + [(each, True) for each in held if callable(each)]
+    return code
 
 
 def _unwrap_function(given: Any) -> Any:
@@ -322,7 +316,7 @@ def _is_attention_function(function: Any) -> bool:
     return inspect.isfunction(function) and function.__code__.co_varnames[:4] == ("module", "query", "key", "value")
 
 
-def _names_of_code(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+def _names_of_code(code: CodeType) -> tuple[set[str], set[str]]:
     """Return all names in a code object and its nested code, and the called names; `a @ b` counts as matmul."""
     names = {*code.co_names, *code.co_freevars}
     calls: set[str] = set()
@@ -342,4 +336,4 @@ def _names_of_code(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
             inner, inner_calls = _names_of_code(constant)
             names |= inner
             calls |= inner_calls
-    return frozenset(names), frozenset(calls)
+    return names, calls
