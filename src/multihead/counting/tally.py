@@ -29,13 +29,14 @@ from torch import nn
 from multihead.counting.batches import CurrentBatch, TextBatch
 from multihead.counting.sums import LARGEST_KEY, LayerSums
 from multihead.errors import ModelError, ProbeError
+from multihead.kernels.call import listen
 from multihead.kernels.choose import drop_plans_at_end
 from multihead.models.huggingface import install
 from multihead.models.packed import leave_out_padding
+from multihead.models.pretrained import track_inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
-from multihead.observation.observe import recording_calls
 from multihead.observation.record import Record
 from multihead.observation.recorder import Recorder
 from multihead.probes.catalogue import DEFAULT
@@ -92,8 +93,10 @@ class CensusTally:
             return LayerSums(num_heads, name=name, examples=examples, current_batch=current)
 
         measuring = StatisticsMeasurer(model, module_names(model), (*probes, LARGEST_KEY), tuple(special_ids))
-        with recording_calls(Record(), layer_filter, "summary", measuring, new_layer_sums) as recorder:
-            yield CensusTally(model, current, recorder)
+        with track_inputs(model) as inputs:
+            recorder = Recorder(Record(), inputs, layer_filter, "summary", measuring, new_layer_sums)
+            with listen(recorder):
+                yield CensusTally(model, current, recorder)
 
     def add_batch(self, batch: TextBatch) -> None:
         """Run the model on a batch, and add the statistics of its attention calls."""

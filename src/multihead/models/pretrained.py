@@ -115,11 +115,9 @@ class InputTracker:
 
     Attributes:
         num_passes: number of forward passes that have started.
-        received_ids: whether any model was called with token ids.
     """
 
     num_passes: int = 0
-    received_ids: bool = False
     _nesting_depth: int = 0
     _models: list[_TrackedModel] = field(default_factory=list)  # outer models come before inner ones
 
@@ -205,7 +203,6 @@ class InputTracker:
         self.num_passes += self._nesting_depth == 0
         self._nesting_depth += 1
         model.newest_inputs = _read_token_inputs(model, args, kwargs or {})
-        self.received_ids |= model.newest_inputs.ids is not None
 
     def end_pass(self, *_: object) -> None:
         """Forward hook that marks the end of a model's forward pass."""

@@ -25,7 +25,7 @@ class LayerFilter:
         """
         items = tuple(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else (layers,)
         for item in items:
-            if isinstance(item, bool) or not isinstance(item, (int, str)) or item == "" or _is_negative(item):
+            if isinstance(item, bool) or not (item >= 0 if isinstance(item, int) else isinstance(item, str) and item):
                 raise ArgumentError(f"layers holds {item!r}.", 'Give indices from 0, or names such as "layer.3".')
         if not items:
             raise ArgumentError("layers is empty.", "Give indices or names, or None for all layers.")
@@ -40,13 +40,9 @@ class LayerFilter:
         Raises:
             ModelError: a name matches no module.
         """
-        for item in self.items:
+        for item in self.unmatched_items(names):
             # The second call of a layer in one forward pass is named after its module with "#2" at the end.
-            if (
-                isinstance(item, str)
-                and "#" not in item
-                and not any(_item_fits_layer(item, name, -1) for name in names)
-            ):
+            if isinstance(item, str) and "#" not in item:
                 raise ModelError(
                     f"layers holds {item!r}, which matches no module of the model.",
                     'Give the name of an attention layer, a part of it or a glob such as "encoder.*", or None for all.',
@@ -59,14 +55,8 @@ class LayerFilter:
     def unmatched_items(self, names: Sequence[str]) -> list[int | str]:
         """Return the items of the filter that match none of the layers with these names, in their order."""
         return [
-            item
-            for item in self.items
-            if not any(_item_fits_layer(item, name, index) for index, name in enumerate(names))
+            item for item in self.items if not any(_item_fits_layer(item, *each[::-1]) for each in enumerate(names))
         ]
-
-
-def _is_negative(item: int | str) -> bool:
-    return isinstance(item, int) and item < 0
 
 
 def _item_fits_layer(item: int | str, name: str, index: int) -> bool:

@@ -21,12 +21,11 @@ from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
-from multihead.observation.recorder import Keep, Recorder, RunningSummaryFactory
+from multihead.observation.recorder import Keep, Recorder
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import MAP_SIZE, PoolOperation
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, default_probes, resolve_probes
-from multihead.record.running_summary import RunningSummary
 from multihead.tensors.tracing import run_uncompiled
 
 
@@ -110,8 +109,9 @@ def observe(
         stack.enter_context(run_models_padded())
         stack.enter_context(run_uncompiled())  # calls inside a compiled graph cannot be recorded
         measuring = StatisticsMeasurer(root, names, chosen, tuple(special_ids), map_size, map_pool)
-        new_running_summary = (lambda _, num_heads: RunningSummary(num_heads)) if keep == "summary" else None
-        recorder = stack.enter_context(recording_calls(record, layer_filter, keep, measuring, new_running_summary))
+        inputs = stack.enter_context(track_inputs(root))
+        recorder = Recorder(record, inputs, layer_filter, keep, measuring)
+        stack.enter_context(listen(recorder))
         yield record
     aligned = alignment_heads(root)
     for layer in record.layers:
@@ -127,21 +127,6 @@ def observe(
             stacklevel=3,
         )
     recorder.check_complete(root)
-
-
-@contextmanager
-def recording_calls(
-    record: Record,
-    layer_filter: LayerFilter | None,
-    keep: Keep,
-    measuring: StatisticsMeasurer,
-    new_running_summary: RunningSummaryFactory | None,
-) -> Iterator[Recorder]:
-    """Add the attention calls that a model makes in this context to a record."""
-    with track_inputs(measuring.root) as inputs:
-        recorder = Recorder(record, inputs, layer_filter, keep, measuring, new_running_summary)
-        with listen(recorder):
-            yield recorder
 
 
 def _check_options(model: object, keep: object, map_size: object, map_pool: object, probes: Sequence[Probe]) -> None:

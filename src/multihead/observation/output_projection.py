@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -39,24 +40,19 @@ def output_weight(owner: nn.Module, root: nn.Module, name: str, *, width: int) -
         # The Conv1D of transformers' GPT-2 stores its weight as (input, output).
         found = weight.mT if type(module).__name__ == "Conv1D" else weight
         if found.shape[1] == width:
-            return _weight_with_gates(found, getattr(owner, "head_gates", None), width)
+            gates = getattr(owner, "head_gates", None)
+            if isinstance(gates, Tensor) and gates.dim() == 1:
+                found = found * torch.repeat_interleave(gates, width // len(gates))
+            return found
     return None
 
 
 def _candidate_projections(owner: nn.Module, root: nn.Module, name: str) -> Iterator[nn.Module]:
-    places = [owner]
+    places: list[object] = [owner]
     if "." in name:
         parent = root.get_submodule(name.rpartition(".")[0])
-        context = getattr(parent, "output", None)  # BERT and ViT: attention.self and attention.output.dense
-        places += [context] if isinstance(context, nn.Module) else []
-    for place in places:
-        for each in PROJECTION_NAMES:
-            module = getattr(place, each, None)
-            if isinstance(module, nn.Module):
-                yield module
-
-
-def _weight_with_gates(weight: Tensor, gates: object, width: int) -> Tensor:
-    if not isinstance(gates, Tensor) or gates.dim() != 1:
-        return weight
-    return weight * torch.repeat_interleave(gates, width // len(gates))
+        places.append(getattr(parent, "output", None))  # BERT and ViT: attention.self and attention.output.dense
+    for place, each in product(places, PROJECTION_NAMES):
+        module = getattr(place, each, None)
+        if isinstance(module, nn.Module):
+            yield module

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.errors.optional import require
@@ -38,7 +40,7 @@ from multihead.record.notebook import HeadList, number_with_noun
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import SummaryName, check_summary_name
 from multihead.record.table import HeadTable, head_rows
-from multihead.record.texts import Text, describe_texts
+from multihead.record.texts import GrowingText, Text, describe_texts
 
 _HOW_TO_SELECT_LAYER = (
     "Give record[name] or record[number], or record.layers[index] for the layers in the order they first ran."
@@ -80,9 +82,8 @@ class Record:
         """All calls in the order they ran, one pair per sample: the sample, and the index of the call in the sample."""
         with SLICING_LOCK:
             while self._batches:
-                self._calls += [
-                    (sample, call) for sample in self._batches[0].samples for call in range(self._batches[0].windows)
-                ]
+                batch = self._batches[0]
+                self._calls += product(batch.samples, range(batch.windows))
                 del self._batches[0]
         return self._calls
 
@@ -125,12 +126,16 @@ class Record:
     def mark_special(self, ids: Iterable[int]) -> None:
         """Mark the tokens with these ids as special, in all texts whose ids are known."""
         marks = frozenset(ids)
+        for text, known in self._texts_with_ids():
+            text.complete_text = Text(known, None, [each in marks for each in known.tolist()])
+
+    def _texts_with_ids(self) -> Iterator[tuple[GrowingText, Tensor]]:
+        """Yield each text whose ids are known and its ids, (tokens,): of keys, and of queries of cross-attention."""
         for layer in self.layers:
             for one in layer.samples:
-                for reading in (one.growing_key_text, one.growing_query_text):
-                    if reading.ids is not None:
-                        known = reading.ids.all_rows()
-                        reading.complete_text = Text(known, None, [each in marks for each in known.tolist()])
+                for text in (one.growing_key_text, one.growing_query_text):
+                    if text.ids is not None:
+                        yield text, text.ids.all_rows()
 
     def set_text(self, text: Text, *, sample: int = 0) -> None:
         """Set the tokens of a sample in all layers where it has one key per token.
@@ -159,13 +164,10 @@ class Record:
         If the record has no ids, the first sample of layers with as many keys is set, see `set_text`.
         """
         assert text.ids is not None
-        known = False
-        for layer in self.layers:
-            for one in layer.samples:
-                for reading in (one.growing_key_text, one.growing_query_text):
-                    if reading.ids is not None and torch.equal(reading.ids.all_rows(), text.ids):
-                        reading.complete_text, known = text, True
-        if not known:
+        equal = [growing for growing, ids in self._texts_with_ids() if torch.equal(ids, text.ids)]
+        for growing in equal:
+            growing.complete_text = text
+        if not equal:
             self.set_text(text)
 
     def name_tokens(self, tokenizer: Any) -> None:
@@ -178,22 +180,14 @@ class Record:
         from multihead.models.loading import decode_tokens, wordpiece_continuations
 
         known: dict[tuple[int, ...], Text] = {}
-        for layer in self.layers:
-            for one in layer.samples:
-                for reading in (one.growing_key_text, one.growing_query_text):
-                    if reading.ids is None:
-                        continue
-                    ids = reading.ids.all_rows()
-                    key = tuple(ids.tolist())
-                    if key not in known:
-                        special = [each in set(tokenizer.all_special_ids) for each in key]
-                        known[key] = Text(
-                            ids,
-                            decode_tokens(tokenizer, key, special),
-                            special,
-                            wordpiece_continuations(tokenizer, key),
-                        )
-                    reading.complete_text = known[key]
+        marks = frozenset(tokenizer.all_special_ids)
+        for text, ids in self._texts_with_ids():
+            key = tuple(ids.tolist())
+            if key not in known:
+                special = [each in marks for each in key]
+                gaps = wordpiece_continuations(tokenizer, key)
+                known[key] = Text(ids, decode_tokens(tokenizer, key, special), special, gaps)
+            text.complete_text = known[key]
 
     def table(
         self, *, sort: str = "layer", top: int | None = None, of: SummaryName = "mean", kinds: bool = True
@@ -339,8 +333,8 @@ class Record:
         self.own_kinds += kinds
         for layer in self.layers:
             layer.own_kinds = self.own_kinds
-        made = [kind.probe for kind in kinds if kind.probe is not None and kind.probe.name not in PROBES]
-        self.statistics |= {each.name: each for each in made}
+        made = [kind.probe for kind in kinds if kind.probe is not None]
+        self.statistics |= {each.name: each for each in made if each.name not in PROBES}
 
     def kinds(self, *names: str, sample: int | None = None) -> HeadList[HeadKind]:
         """List the kinds of the heads with the numbers that decide about them, the largest share first.
@@ -430,14 +424,13 @@ class Record:
         >>> [(one.layer, one.head, one.divergence > 0) for one in before.changed(after)]
         [(0, 1, True), (0, 0, False)]
         """
-        shown = after.statistics | self.statistics
         return changes(
             self.layers,
             after.layers,
             sample=sample,
             top=top,
             queries=queries,
-            statistics=shown,
+            statistics=after.statistics | self.statistics,
             among=self.all_kinds,
             progress=progress,
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -68,10 +68,14 @@ from multihead.record.split import LayerPartOfRank, TokensOfRank
 from multihead.record.texts import Text
 from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import values_of, with_values
+from multihead.tensors.shapes import AttentionShape
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
 RunningSummaryFactory: TypeAlias = Callable[[str, int], RunningSummary]
 """Function (name of a layer, number of heads) -> the layer's empty running sums."""
+
+TokensOnRank: TypeAlias = list[tuple[tuple[int, int], slice]]
+"""Tokens of this rank in a range of a split sequence: positions in the range, [first, stop); indices on the rank."""
 
 TOKEN_MATCH_PARTS: frozenset[PartName] = frozenset({"duplicate_mass", "induction_mass"})
 """Statistics that compare the token of a key with the token of the query."""
@@ -92,7 +96,8 @@ class _PreviousCall:
         samples: returns the records of the samples.
         key_starts: returns the position of each sample's first key in the sequence, (samples,) int64; None before the
             call is recorded.
-        num_keys: returns the number of keys of each sample in all its windows so far, (samples,) int64.
+        num_keys: returns the number of keys of each sample in its windows so far, (samples,) int64; (1,) before the
+            first window.
     """
 
     batch_size: int
@@ -103,7 +108,7 @@ class _PreviousCall:
     is_further_window: bool = False
     samples: Callable[[], list[SampleRecord]] = list
     key_starts: Callable[[], Tensor] | None = None
-    num_keys: Callable[[], Tensor] | None = None
+    num_keys: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
 
     @staticmethod
     def from_call(call: AttentionCall, offset: int | Tensor, *, cross_attention: bool) -> _PreviousCall:
@@ -128,9 +133,7 @@ class Recorder:
     layer_filter: LayerFilter | None  # None records all layers
     keep: Keep
     measurer: StatisticsMeasurer
-    new_running_summary: RunningSummaryFactory | None = (
-        None  # creates the running sums of a layer if no samples are kept
-    )
+    new_running_summary: RunningSummaryFactory = lambda _, num_heads: RunningSummary(num_heads)  # with keep="summary"
     requested_statistics: frozenset[PartName] = field(init=False)
     _counting_rules: dict[str, str] = field(init=False)  # `Probe.counted` of statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
@@ -138,22 +141,18 @@ class Recorder:
     _namer: LayerNamer = field(init=False)
     _newest_sample_spans: SampleSpans | None = None  # the samples of the previous call in this pass
     _chance_levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
-    _image_texts: dict[str, Text | None] = field(default_factory=dict)  # the tokens of the image that a layer reads
+    _image_of_layer: Callable[[str], Text | None] = field(init=False)  # by name: the tokens of the image that it reads
     _gathered_ids: tuple[Tensor, Tensor] | None = None  # the ids of this rank and of all ranks of a split sequence
     _pass_continues_cache: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
     def __post_init__(self) -> None:
         """Set `requested_statistics`, which a kernel may measure while it computes: those that need only q and k."""
         self.requested_statistics = parts_of_probes(
-            probe for probe in self.probes if not probe.needs and probe.axes == "queries"
+            probe for probe in self.measurer.probes if not probe.needs and probe.axes == "queries"
         )
         self._namer = LayerNamer(self.measurer.names, self.inputs)
-        self._counting_rules = {probe.name: probe.counted for probe in self.probes if probe.name not in PROBES}
-
-    @property
-    def probes(self) -> tuple[Probe, ...]:
-        """The statistics to measure."""
-        return self.measurer.probes
+        self._image_of_layer = cache(partial(text_of_patches, self.measurer.root))
+        self._counting_rules = {probe.name: probe.counted for probe in self.measurer.probes if probe.name not in PROBES}
 
     @property
     def _keeps_qk(self) -> bool:
@@ -204,8 +203,8 @@ class Recorder:
                 call = AttentionCall(replace(request, query_start=start), drop_position_parts(call.result))
         state = _PreviousCall.from_call(call, offset, cross_attention=cross_attention)
         if previous is not None:
-            state.samples, state.key_starts, state.num_keys = previous.samples, previous.key_starts, previous.num_keys
-            state.is_further_window = window
+            state.samples, state.key_starts, state.is_further_window = previous.samples, previous.key_starts, window
+            state.num_keys = previous.num_keys if window else state.num_keys
         self._previous_calls[text] = state
         if is_selected:
             self._add_call(call, layer, state, offset)
@@ -213,9 +212,7 @@ class Recorder:
     def _record_of_layer(self, name: str, request: AttentionRequest) -> LayerRecord:
         """Return the record of a layer; at the layer's first call, create it."""
         if name not in self._layers:
-            summary = (
-                None if self.new_running_summary is None else self.new_running_summary(name, request.shape.num_heads)
-            )
+            summary = self.new_running_summary(name, request.shape.num_heads) if self.keep == "summary" else None
             # Only the processes of an initialised group can split a layer.
             grouped = dist.is_available() and dist.is_initialized()
             split = _rank_part_of_layer(request, sequence_split.active_split) if grouped else None
@@ -261,17 +258,22 @@ class Recorder:
             self.record.add(layer, ())
             return
         first = state.key_starts is None
-        if first:
+        if state.key_starts is None:
             # Copied because a cache may overwrite its tensor of offsets.
             own_offset = offset.clone() if isinstance(offset, Tensor) else offset
             state.key_starts = cache(partial(sample_spans.key_starts, own_offset))
-        starts = _make_key_starts(sample_spans, state, windows, offset)
+        before = state.num_keys
+        state.num_keys = cache(lambda: before() + sample_spans.key_lengths(windows).sum(1))
         if first and self._add_first_call(call, layer, state, sample_spans, ids, windows):
             return
+        starts = sample_spans.key_starts(offset) - state.key_starts()
+        if state.is_further_window or windows > 1:  # the keys of a window follow the keys of the previous window
+            lengths = sample_spans.key_lengths(windows)
+            starts = (before()[:, None] + lengths.cumsum(1) - lengths).flatten()
         samples = state.samples()
         state.samples = lambda: samples
         self.record.add(layer, ())
-        for index, (span, key_start) in enumerate(zip(sample_spans.spans, starts().flatten().tolist(), strict=True)):
+        for index, (span, key_start) in enumerate(zip(sample_spans.spans, starts.tolist(), strict=True)):
             sample, is_window = samples[index // windows], state.is_further_window or index % windows > 0
             if not first:
                 ids.append_to_sample(sample, span, index, key_start - span.keys[0])
@@ -324,23 +326,20 @@ class Recorder:
             return False
         request, logsumexp = call.request, call.result.logsumexp.detach()
         device = self._device_of_record(request)
-        if request.shape.device.type != "cpu":
-            parts = {part: value.cpu() for part, value in parts.items()}
+        parts = {part: value.cpu() for part, value in parts.items()}
         shared = device == sample_spans.request.shape.device and request.sinks is None and request.bias is None
         bare = sample_spans.request if shared else self._request_without_tensors(request, device)
         batch = RecordedBatch(
-            new_sample, sample_spans, bare, logsumexp.to(device), parts, ids, self.probes, windows=windows
+            new_sample, sample_spans, bare, logsumexp.to(device), parts, ids, self.measurer.probes, windows=windows
         )
         if self.record.statistics:  # a user-defined function may raise an error, so it runs now
             batch.statistics  # noqa: B018
         if self._keeps_qk:
-            fresh = request.origin is not None and request.origin.qk_computed_for_call
+            fresh = request.known_origin.qk_computed_for_call
             batch.q = KeptRows.keep(request.q, lambda: sample_spans.query_rows, device, layer=layer.name, fresh=fresh)
             batch.k = KeptRows.keep(request.k, lambda: sample_spans.key_rows, device, layer=layer.name, fresh=fresh)
         # Tensors in the caller's mask may change later, so they are sliced now; lengths of packed samples were copied.
-        if request.mask.holds_tensors and not (
-            sample_spans.packed and not request.mask.without_documents().holds_tensors
-        ):
+        if (request.mask.without_documents() if sample_spans.packed else request.mask).holds_tensors:
             batch.slice_requests()
         if summary is None:
             state.samples = lambda: batch.samples
@@ -384,13 +383,10 @@ class Recorder:
             )
             sample = self._sample_factory(layer.name)()
             if sequence.rank_and_world_size[1] > 1:
-                sample.split = TokensOfRank(
-                    tuple(each.positions_in_range for each in queries),
-                    tuple(each.positions_in_range for each in own_keys),
-                )
+                sample.split = TokensOfRank(*(tuple(dict(tokens)) for tokens in (queries, own_keys)))
             ids.append_to_sample(sample, span, index, -span.keys[0])
             sample.segments = [Segment(replace(slice_request(bare, span, packed=False), sinks=bare.sinks))]
-            rows, columns = ([slice(*each.indices_on_rank) for each in tokens] for tokens in (queries, own_keys))
+            rows, columns = ([indices for _, indices in tokens] for tokens in (queries, own_keys))
             sample.calls = [((0, sample.num_queries), (0, span.keys[1] - span.keys[0]))]
             sample.logsumexp.add(_slice_rows(result.logsumexp, span, rows).to(device))
             attended = AttentionCall(whole, replace(result, statistics=parts))
@@ -409,7 +405,7 @@ class Recorder:
     def _ids_of_whole_sequence(self, request: AttentionRequest, sequence: SequenceSplit) -> Tensor | None:
         """Return the token ids of all ranks, (batch, tokens) int64, gathered once per input; None if unknown."""
         name = self.measurer.module_name(request)
-        own = self.inputs.inputs_of_queries(name).ids if self.inputs.received_ids else None
+        own = self.inputs.inputs_of_queries(name).ids
         if own is None or own.shape != (request.shape.batch, request.shape.query_length):
             return None
         if self._gathered_ids is None or self._gathered_ids[0] is not own:
@@ -418,20 +414,20 @@ class Recorder:
 
     def _probes_of_rank(self) -> tuple[Probe, ...]:
         """Return the probes to measure for the queries of this rank, with "received" if a probe is computed from it."""
-        parts = parts_of_probes(self.probes)
+        parts = parts_of_probes(self.measurer.probes)
         if "pooled_map" in parts:
             raise ProbeError(
                 "pooled_map needs the whole attention map, and this rank has only some of the queries.",
                 "Leave it out, join the records with seen.reduce(group), and call seen.layers[0].map().",
             )
-        more = [PROBES["received"]] if "received" in parts and PROBES["received"] not in self.probes else []
-        return (*self.probes, *more)
+        more = [PROBES["received"]] if "received" in parts and PROBES["received"] not in self.measurer.probes else []
+        return (*self.measurer.probes, *more)
 
     def _measure_queries_of_rank(
         self,
         call: AttentionCall,
         span: SampleSpan,
-        queries: list[_TokensOnRank],
+        queries: TokensOnRank,
         sample: SampleRecord,
         probes: tuple[Probe, ...],
     ) -> dict[str, Tensor]:
@@ -445,11 +441,10 @@ class Recorder:
         of_span = slice_request(request, span, packed=False)
         first_key = first_key_of_samples(of_span, bounds_of(of_span))
         found: list[dict[str, Tensor]] = []
-        nothing = (span.queries[0],) * 2
-        for each in queries or [_TokensOnRank(nothing, (0, 0), (0, 0))]:  # a rank without tokens has empty statistics
-            rows = slice(*each.indices_on_rank)
+        for positions, rows in queries or [((0, 0), slice(0))]:  # a rank without tokens has empty statistics
+            places = positions[0] + span.queries[0], positions[1] + span.queries[0]
             part = replace(
-                slice_request(request, replace(span, queries=each.positions), packed=False),
+                slice_request(request, replace(span, queries=places), packed=False),
                 q=request.q[one, :, rows],
                 k=request.k[one, :, columns],
                 v=request.v[one, :, columns],
@@ -459,9 +454,7 @@ class Recorder:
                 result.logsumexp[one, :, rows].detach(),
                 {name: value[one, :, rows] for name, value in result.statistics.items()},
             )
-            context = self._context_of_probes(
-                sample, AttentionCall(part, own), 0, request.known_origin.layer, first=True
-            )
+            context = self._context_of_probes(sample, part.shape, 0, request.known_origin.layer, first=True)
             context = replace(context, first_key=first_key)
             possible = possible_probes(probes, part, context)
             found.append(complete_statistics(part, own.logsumexp, possible, context, parts=own.statistics, result=own))
@@ -516,32 +509,20 @@ class Recorder:
         image = None if cross_attention or packed is not None else self._image_of_layer(name)
         if image is not None and not image.length == shape.query_length == shape.key_length:
             image = None  # a layer that attends within windows, or an image of another size
-        unknown = CallTokenIds(
-            None, None, cross_attention, sample_spans.packed, sample_spans.request.query_start, image
-        )
-        if not self.inputs.received_ids:
-            return unknown
-        if (
-            continued is not None
-            and continued.lengths is not None
-            and bool((continued.lengths < shape.query_length).any())
-        ):
-            return unknown  # it is unknown which ids are padding
-        queries = self.inputs.inputs_of_queries(name).ids
+        queries = keys = None
+        lengths = None if continued is None else continued.lengths
+        if lengths is None or not bool((lengths < shape.query_length).any()):  # else it is unknown which are padding
+            queries = self.inputs.inputs_of_queries(name).ids
+            keys = self.inputs.encoder_inputs(name).ids if cross_attention else None
         if queries is not None and (
             len(queries) != len(packed) if packed is not None else queries.shape != (shape.batch, shape.query_length)
         ):
             queries = None
-        keys = self.inputs.encoder_inputs(name).ids if unknown.cross_attention else None
         if keys is not None and keys.shape != (shape.batch, shape.key_length):
             keys = None
-        return replace(unknown, queries=queries, keys=keys, image=image if queries is None else None)
-
-    def _image_of_layer(self, name: str) -> Text | None:
-        """Return the tokens of the image that a layer reads, by its configuration, which is looked up once."""
-        if name not in self._image_texts:
-            self._image_texts[name] = text_of_patches(self.measurer.root, name)
-        return self._image_texts[name]
+        image = image if queries is None else None
+        start = sample_spans.request.query_start
+        return CallTokenIds(queries, keys, cross_attention, sample_spans.packed, start, image)
 
     def _parts_of_batch(self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds) -> PartValues | None:
         """Return the parts of all probes for the whole batch; None if each sample must be measured separately.
@@ -560,7 +541,7 @@ class Recorder:
             known |= {"ids", "special_keys"} if self.measurer.special_ids else {"ids"}
         parts = parts_of_probes(
             probe
-            for probe in self.probes
+            for probe in self.measurer.probes
             if probe.needs <= known and not (ids.cross_attention and probe.parts & TOKEN_MATCH_PARTS)
         )
         if parts & left_out:
@@ -588,9 +569,12 @@ class Recorder:
 
         A further window of a sample (`is_window`) is measured without the keys of earlier windows.
         """
-        context = self._context_of_probes(sample, call, 0 if is_window else key_start, caller, first=first or is_window)
+        start, shape = 0 if is_window else key_start, call.request.shape
+        context = self._context_of_probes(sample, shape, start, caller, first=first or is_window)
         # In cross-attention tokens of keys are not compared with the token of the query.
-        probes = [probe for probe in self.probes if not (sample.cross_attention and probe.parts & TOKEN_MATCH_PARTS)]
+        probes = [
+            probe for probe in self.measurer.probes if not (sample.cross_attention and probe.parts & TOKEN_MATCH_PARTS)
+        ]
         found = statistics_of_call(call, probes, context)
         device = self._device_of_record(call.request)
         request = replace(
@@ -638,14 +622,13 @@ class Recorder:
         return partial(SampleRecord, name, size, pool, cross_attention=cross_attention, counted=self._counting_rules)
 
     def _context_of_probes(
-        self, sample: SampleRecord, call: AttentionCall, start: int, caller: nn.Module, *, first: bool
+        self, sample: SampleRecord, shape: AttentionShape, start: int, caller: nn.Module, *, first: bool
     ) -> ProbeContext:
         """Return the inputs of probes besides q and k, for a call whose first key has the index `start`."""
-        shape, read = call.request.shape, sample.growing_key_text.ids
-        stop = start + shape.key_length
-        known = read is not None and read.length >= stop and self.measurer.needs & {"ids", "special_keys"}
-        ids = read.rows_between(start, stop)[None] if known and read is not None else None
-        before = read.rows_between(start - 1, start) if ids is not None and read is not None and start else None
+        read, stop, ids, before = sample.growing_key_text.ids, start + shape.key_length, None, None
+        if read is not None and read.length >= stop and self.measurer.needs & {"ids", "special_keys"}:
+            ids = read.rows_between(start, stop)[None]
+            before = read.rows_between(start - 1, start) if start else None
         # In a later call the first key that the queries see may not be the sample's first key.
         first_key = None if first else -start
         return self.measurer.probe_context(caller, shape, ids, first_key=first_key, key_start=start, id_before=before)
@@ -676,51 +659,14 @@ class Recorder:
             )
 
 
-def _make_key_starts(
-    sample_spans: SampleSpans, state: _PreviousCall, windows: int, offset: int | Tensor
-) -> Callable[[], Tensor]:
-    """Return a function that computes the index of each window's first key in its sample: (samples, windows) int64.
-
-    The keys of a window follow the keys of the previous window.
-    """
-    of_first, before = state.key_starts, state.num_keys if state.is_further_window else None
-    assert of_first is not None
-
-    def starts_in_windows() -> Tensor:
-        lengths = sample_spans.key_lengths(windows)
-        starts = lengths.cumsum(1) - lengths
-        return starts if before is None else starts + before()[:, None]
-
-    state.num_keys = cache(lambda: starts_in_windows()[:, -1] + sample_spans.key_lengths(windows)[:, -1])
-    return (
-        starts_in_windows
-        if state.is_further_window or windows > 1
-        else lambda: sample_spans.key_starts(offset) - of_first()
-    )
-
-
-class _TokensOnRank(NamedTuple):
-    """Consecutive tokens of this rank in a range of a split sequence; each attribute is [first, stop).
-
-    Attributes:
-        positions: positions of the tokens in the sequence.
-        positions_in_range: positions counted from the start of the range.
-        indices_on_rank: indices among the tokens of this rank.
-    """
-
-    positions: tuple[int, int]
-    positions_in_range: tuple[int, int]
-    indices_on_rank: tuple[int, int]
-
-
-def _find_tokens_on_rank(chunks: tuple[tuple[int, int], ...], ends: tuple[int, int]) -> list[_TokensOnRank]:
+def _find_tokens_on_rank(chunks: tuple[tuple[int, int], ...], ends: tuple[int, int]) -> TokensOnRank:
     """Return the tokens of this rank in the range `ends`, one item per chunk of the rank that overlaps it."""
     found, before = [], 0
     for first, stop in chunks:
         low, high = max(first, ends[0]), min(stop, ends[1])
         if low < high:
-            own = low - first + before, high - first + before
-            found.append(_TokensOnRank((low, high), (low - ends[0], high - ends[0]), own))
+            indices = slice(low - first + before, high - first + before)
+            found.append(((low - ends[0], high - ends[0]), indices))
         before += stop - first
     return found
 

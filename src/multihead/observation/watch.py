@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
@@ -19,7 +19,6 @@ from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
-from multihead.record.layer import LayerRecord
 from multihead.record.notebook import html_of_table, number_with_noun
 
 LARGEST_SCORE_NAME = "largest_score"
@@ -164,17 +163,13 @@ class Watch:
         """Add an observed step to `series`, set `numbers`, and log them."""
         self.numbers = {}
         for layer in record.layers:
-            found = _summary_of_layer(layer)
-            self.series.append(
-                step, layer.name, layer.number, {name: each.tolist() for name, each in found.items()}, record.statistics
-            )
+            found = layer.summary("mean") | layer.summary("max", (LARGEST_SCORE_NAME,))
+            means = {name: each.tolist() for name, each in found.items()}
+            self.series.append(step, layer.name, layer.number, means, record.statistics)
             for name, values in found.items():
                 place = f"heads/{name}/L{layer.number:02d}"
-                self.numbers |= {
-                    f"{place}/mean": float(values.mean()),
-                    f"{place}/min": float(values.min()),
-                    f"{place}/max": float(values.max()),
-                }
+                parts = {"mean": values.mean(), "min": values.min(), "max": values.max()}
+                self.numbers |= {f"{place}/{part}": float(value) for part, value in parts.items()}
                 if self.per_head:
                     self.numbers |= {f"{place}/H{head:02d}": value for head, value in enumerate(values.tolist())}
         if callable(self.log):
@@ -182,11 +177,6 @@ class Watch:
         elif self.log is not None:
             for name, number in self.numbers.items():
                 self.log.add_scalar(name, number, step)
-
-
-def _summary_of_layer(layer: LayerRecord) -> dict[str, Tensor]:
-    """Return name -> (heads,), the mean of each statistic over queries, and the maximum for `largest_score`."""
-    return layer.summary("mean") | layer.summary("max", (LARGEST_SCORE_NAME,))
 
 
 def qk_clip_factors(seen: Record | Watch, threshold: float = 100.0) -> dict[str, Tensor]:
@@ -217,34 +207,21 @@ def qk_clip_factors(seen: Record | Watch, threshold: float = 100.0) -> dict[str,
     """
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold > 0:
         raise ArgumentError(f"threshold is {threshold!r}.", "Give a positive number, such as 100.")
-    largest = _largest_scores_of_watch(seen) if isinstance(seen, Watch) else _largest_scores_of_record(seen)
+    if isinstance(seen, Watch):
+        series, known = seen.series, LARGEST_SCORE_NAME in seen.series.statistics
+        largest = {
+            name: torch.from_numpy(series.values(LARGEST_SCORE_NAME, layer=number)[-1]) if known else None
+            for number, name in series.layers.items()
+        }
+    else:
+        largest = {
+            layer.name: layer.summary("max", (LARGEST_SCORE_NAME,)).get(LARGEST_SCORE_NAME) for layer in seen.layers
+        }
     if not largest:
         raise ArgumentError("Nothing was observed.", "Run the model in the context first.")
-    return {name: (threshold / scores.clamp(min=threshold)).float() for name, scores in largest.items()}
-
-
-def _largest_scores_of_record(record: Record) -> Mapping[str, Tensor]:
-    return {
-        layer.name: _require_largest_scores(layer.summary("max", (LARGEST_SCORE_NAME,)).get(LARGEST_SCORE_NAME))
-        for layer in record.layers
-    }
-
-
-def _largest_scores_of_watch(watch: Watch) -> Mapping[str, Tensor]:
-    if not watch.series.steps:
-        return {}
-    series, known = watch.series, LARGEST_SCORE_NAME in watch.series.statistics
-    return {
-        name: _require_largest_scores(
-            torch.from_numpy(series.values(LARGEST_SCORE_NAME, layer=number)[-1]) if known else None
-        )
-        for number, name in series.layers.items()
-    }
-
-
-def _require_largest_scores(found: Tensor | None) -> Tensor:
-    if found is None:
+    measured = {name: scores for name, scores in largest.items() if scores is not None}
+    if len(measured) < len(largest):
         raise ProbeError(
             "The statistic 'largest_score' was not observed.", 'Observe with probes=("entropy", "largest_score").'
         )
-    return found
+    return {name: (threshold / scores.clamp(min=threshold)).float() for name, scores in measured.items()}
