@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.kernels.parts import PartName
 from multihead.probes.catalogue import PROBES, SEPARATOR_STATISTIC
-from multihead.probes.probe import MIN_SHARE_WITHOUT_DECIMAL, SHARE_FORMAT, PartValues, Probe, Statistic
+from multihead.probes.probe import MIN_SHARE_WITHOUT_DECIMAL, SHARE_FORMAT, Probe, Statistic
 
 __all__ = ["KINDS", "Kind"]
 
@@ -214,14 +213,9 @@ def _in_language(words: TextByLanguage, lang: str) -> str:
 
 _NEAR_PARTS: tuple[PartName, ...] = tuple(("offset_mass", offset) for offset in range(-LOCAL_REACH, LOCAL_REACH + 1))
 
-
-def _near_keys_mass(parts: PartValues) -> Tensor:
-    return torch.stack([parts[each] for each in _NEAR_PARTS]).sum(0)
-
-
 NEAR_MASS = Probe(
     "near_mass",
-    _near_keys_mass,
+    lambda parts: torch.stack([parts[each] for each in _NEAR_PARTS]).sum(0),
     frozenset(_NEAR_PARTS),
     label="near",
     number_format=SHARE_FORMAT,
@@ -235,7 +229,6 @@ KINDS: tuple[Kind, ...] = (
         PROBES["previous_mass"],
         self_attention_only=True,
         hides=("local",),
-        rank=2,
         finding=20,
         labels={"en": "previous", "zh": "前一个"},
         about={
@@ -258,7 +251,6 @@ KINDS: tuple[Kind, ...] = (
         PROBES["next_mass"],
         self_attention_only=True,
         hides=("local",),
-        rank=2,
         finding=30,
         labels={"en": "next", "zh": "后一个"},
         about={
@@ -281,7 +273,6 @@ KINDS: tuple[Kind, ...] = (
         PROBES["self_mass"],
         self_attention_only=True,
         hides=("local",),
-        rank=2,
         finding=60,
         labels={"en": "self", "zh": "自身"},
         about={
@@ -302,10 +293,8 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "first",
         PROBES["first_mass"],
-        hides=(
-            "distance",
-        ),  # weight on the first token makes the mean distance large, whatever the weights on other tokens are
-        rank=2,
+        # Weight on the first token makes the mean distance large, whatever the weights on other tokens are.
+        hides=("distance",),
         finding=40,
         labels={"en": "first token", "zh": "首词元"},
         about={
@@ -326,7 +315,6 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "separator",
         SEPARATOR_STATISTIC,
-        rank=2,
         finding=100,
         needs="special tokens after the first: give `tokenizer` or `special_ids` to observe",
         labels={"en": "separator", "zh": "分隔符"},
@@ -349,7 +337,6 @@ KINDS: tuple[Kind, ...] = (
         "duplicate",
         PROBES["duplicate_mass"],
         self_attention_only=True,
-        rank=2,
         finding=80,
         labels={"en": "duplicate", "zh": "重复"},
         about={
@@ -371,7 +358,6 @@ KINDS: tuple[Kind, ...] = (
         "induction",
         PROBES["induction_mass"],
         self_attention_only=True,
-        rank=2,
         finding=70,
         labels={"en": "induction", "zh": "归纳"},
         about={

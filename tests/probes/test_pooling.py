@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from multihead.probes.pooling import PooledMap
+from multihead.probes.pooling import PooledMap, count_cells_of_intervals
 
 
 def test_at_most_size_by_size_blocks_are_laid_out() -> None:
@@ -39,7 +39,7 @@ def test_tiles_that_cut_through_blocks_add_up() -> None:
 def test_where_nothing_is_hidden_every_cell_counts() -> None:
     pooled = PooledMap.zero(1, 2, 3, size=1, device=torch.device("cpu"))
     pooled.add(torch.ones(1, 2, 3), slice(0, 2), (0, 3))
-    pooled.count_intervals(torch.zeros(2, dtype=torch.int64), torch.full((2,), 3))
+    pooled.counts.add_(count_cells_of_intervals(torch.zeros(2, dtype=torch.int64), torch.full((2,), 3), 1, (2, 3)))
     assert pooled.means().tolist() == [[[1.0]]]
 
 

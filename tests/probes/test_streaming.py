@@ -34,8 +34,8 @@ def test_tiles_that_the_bounds_hide_are_not_computed(monkeypatch: pytest.MonkeyP
     looked_at = []
     tiles = streaming._tiles_of_rows
 
-    def noted(stream: streaming._TiledMeasurement, group: streaming._HeadGroup, rows: slice) -> object:
-        for tile in tiles(stream, group, rows):
+    def noted(call: MeasuredCall, group: streaming._HeadGroup, rows: slice) -> object:
+        for tile in tiles(call, group, rows):
             looked_at.extend((rows.start, key) for key in range(*tile.columns))
             yield tile
 

@@ -13,7 +13,7 @@ from multihead.kernels.call import AttentionRequest
 from multihead.masks import Mask
 from multihead.masks.base import KeyBounds
 from multihead.masks.positions import TilePositions
-from multihead.scores.bias import bias_tile, values_of, with_values
+from multihead.scores.bias import bias_tile, index_bias
 from multihead.scores.terms import apply_softcap
 from multihead.tensors.tracing import is_intercepted
 
@@ -110,15 +110,14 @@ def select_request_heads(request: AttentionRequest, heads: Tensor) -> AttentionR
     The mask still covers all heads: select from the result of `visible_cells` if its head axis is not 1.
     """
     kv_heads = heads // request.shape.heads_per_kv_head
-    bias, sinks = request.bias, request.sinks
     return replace(
         request,
         q=request.q[:, heads],
         k=request.k[:, kv_heads],
         v=request.v[:, kv_heads],
         shape=request.shape._replace(num_heads=len(heads), num_kv_heads=len(heads)),
-        bias=bias if bias is None or values_of(bias).shape[1] == 1 else with_values(bias, values_of(bias)[:, heads]),
-        sinks=None if sinks is None else sinks[heads],
+        bias=index_bias(request.bias, {1: heads}),
+        sinks=None if request.sinks is None else request.sinks[heads],
     )
 
 

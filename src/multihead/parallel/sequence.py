@@ -60,7 +60,7 @@ from multihead.parallel.plan import (
     work_per_rank,
 )
 from multihead.parallel.ring import Ring, attend_to_piece, dropout_of_piece, request_of_piece
-from multihead.scores.bias import values_of, with_values
+from multihead.scores.bias import index_bias, values_of
 from multihead.tensors.shapes import AttentionShape
 from multihead.tensors.tracing import is_in_backward_pass, is_traced, outside_of_graphs
 
@@ -472,9 +472,6 @@ class _SplitOverRanks:
         total = request.shape.num_heads
         count = total // self.ranks.size
         own = slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)
-        bias = request.bias
-        if bias is not None and values_of(bias).shape[1] > 1:
-            bias = with_values(bias, values_of(bias)[:, own])
         return replace(
             request,
             q=q,
@@ -482,7 +479,7 @@ class _SplitOverRanks:
             v=v,
             shape=AttentionShape.from_tensors(q, k, v),
             mask=request.mask.select_heads(lambda x: x[:, own] if x.shape[1] > 1 else x),
-            bias=bias,
+            bias=index_bias(request.bias, {1: own}),
             sinks=None if request.sinks is None else request.sinks[own],
             dropout_slice=dropout_of_piece(request, head_start=own.start, total_heads=total),
         )

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import scores, visible_cells, without_autocast, working_dtype
+from multihead.kernels.dense_tile import scores, select_request_heads, visible_cells, without_autocast, working_dtype
 from multihead.kernels.native import kernel
 from multihead.kernels.native.statistics import sum_weights_per_key
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Full, Keep
 from multihead.masks.base import KeyBounds
+from multihead.probes.pooling import count_cells_of_intervals, sum_over_blocks
 from multihead.probes.tile import (
     RowLogsumexps,
     has_large_logsumexp,
@@ -28,8 +29,8 @@ from multihead.probes.tile import (
     request_in_float64,
     score_base,
 )
-from multihead.scores.bias import Bias, RelativeBias, bias_tile, values_of, with_values
-from multihead.tensors.shapes import AttentionShape
+from multihead.scores.bias import bias_tile, slice_bias, values_of
+from multihead.tensors.shapes import index_axes
 from multihead.tensors.tracing import is_traced
 
 SCORES_PER_STRIP = 1 << 24  # scores of one head per strip of rows; cancellation is checked before each strip
@@ -94,10 +95,8 @@ def sum_weights_over_blocks(
         ArgumentError: a head that does not exist, a slice with steps, or an empty block.
         CancelledError: `cancelled` returned True.
     """
-    rows, columns = (
-        _check_slice_ends("queries", queries, request.shape.query_length),
-        _check_slice_ends("keys", keys, request.shape.key_length),
-    )
+    rows = _check_slice_ends("queries", queries, request.shape.query_length)
+    columns = _check_slice_ends("keys", keys, request.shape.key_length)
     if min(block) < 1:
         raise ArgumentError(f"block is {block}.", "Give the numbers of queries and keys per block, at least 1 each.")
     chosen = head_indices(heads, request.shape.num_heads).to(request.shape.device)
@@ -118,21 +117,16 @@ def sum_weights_over_blocks(
             first = (strip[0] - rows[0]) // block[0]
             shown = _clip_bounds(bounds, strip, columns, without_first_key=without_first_key)
             reached = _columns_seen_by_strip(shown, columns, block[1])
-            if reached != columns:
-                # Skip hidden keys: half of the map under a causal mask, and nearly all under a window.
-                shown = _clip_bounds(bounds, strip, reached, without_first_key=without_first_key)
+            # Skip hidden keys: half of the map under a causal mask, and nearly all under a window.
+            shown = _clip_bounds(bounds, strip, reached, without_first_key=without_first_key)
             part = _slice_call(request, chosen, strip, reached)
-            cells = None
-            if dense:
-                cells = _visible_cells(request, chosen, shown, strip, reached)
+            cells = _visible_cells(request, chosen, shown, strip, reached) if dense else None
             row = logsumexp[:, chosen, slice(*strip)].to(working_dtype(request.shape.dtype))
             if exact:
                 row = logsumexp_of_rows(request, row, totals, chosen, slice(*strip), base)
-                part = (
-                    request_in_float64(part)
-                    if base is None
-                    else _subtract_base_from_bias(request_in_float64(part), base[:, chosen, slice(*strip)])
-                )
+                part = request_in_float64(part)
+                if base is not None:
+                    part = _subtract_base_from_bias(part, base[:, chosen, slice(*strip)])
             of_strip = _sum_strip(part, shown, cells, row, block)
             left = (reached[0] - columns[0]) // block[1]
             height, width = of_strip.sums.shape[1:]
@@ -190,31 +184,25 @@ def _slice_call(
     request: AttentionRequest, heads: Tensor, rows: tuple[int, int], columns: tuple[int, int]
 ) -> AttentionRequest:
     """Slice a call to heads, rows and columns, without a mask; the caller applies the bounds."""
-    shape = request.shape
-    every = len(heads) == shape.num_heads and bool((heads.diff() == 1).all())
-    q, k = request.q[:, :, slice(*rows)], request.k[:, :, slice(*columns)]
-    if not every:
-        q, k = q[:, heads], k[:, heads // shape.heads_per_kv_head]
-    return replace(
+    shape, k = request.shape, request.k[:, :, slice(*columns)]
+    part = replace(
         request,
-        q=q,
+        q=request.q[:, :, slice(*rows)],
         k=k,
         v=k,
         shape=shape._replace(
-            num_heads=len(heads),
-            num_kv_heads=k.shape[1],
-            query_length=rows[1] - rows[0],
-            key_length=columns[1] - columns[0],
-            value_dim=shape.head_dim,
+            query_length=rows[1] - rows[0], key_length=columns[1] - columns[0], value_dim=shape.head_dim
         ),
         mask=Full(),
         query_start=0,
-        bias=None if request.bias is None else _slice_bias(request.bias, heads, shape, rows, columns),
+        bias=None if request.bias is None else slice_bias(request.bias, shape.query_length, rows, columns),
         sinks=None,  # the logsumexp includes the sinks
         dropout=0.0,
         requested_statistics=frozenset(),
         origin=None,
     )
+    every = len(heads) == shape.num_heads and bool((heads.diff() == 1).all())
+    return part if every else select_request_heads(part, heads)
 
 
 def _subtract_base_from_bias(part: AttentionRequest, base: Tensor) -> AttentionRequest:
@@ -224,23 +212,11 @@ def _subtract_base_from_bias(part: AttentionRequest, base: Tensor) -> AttentionR
     return replace(part, q=part.q.masked_fill(base[..., None].abs() > MAX_EXACT_BASE, 0), bias=bias)
 
 
-def _slice_bias(
-    bias: Bias, heads: Tensor, shape: AttentionShape, rows: tuple[int, int], columns: tuple[int, int]
-) -> Bias:
-    if isinstance(bias, RelativeBias):
-        bias = bias.slice_ranges(shape.query_length, rows, columns)
-    else:
-        bias = bias_tile(bias, shape, slice(*rows), slice(*columns))
-    values = values_of(bias)
-    return bias if values.shape[1] == 1 else with_values(bias, values[:, heads])
-
-
 def _visible_cells(
     request: AttentionRequest, heads: Tensor, shown: KeyBounds, rows: tuple[int, int], columns: tuple[int, int]
 ) -> Tensor:
     """Return which cells of a strip are visible: (1, heads or 1, rows, columns) bool."""
-    cells = visible_cells(request, slice(*rows), slice(*columns))
-    cells = cells[:, heads] if cells.shape[1] > 1 else cells
+    cells = index_axes(visible_cells(request, slice(*rows), slice(*columns)), {1: heads})
     key = torch.arange(columns[1] - columns[0], device=cells.device)
     return cells & ((key >= shown.start[0, :, None]) & (key < shown.stop[0, :, None]))
 
@@ -249,27 +225,24 @@ def _sum_strip(
     part: AttentionRequest, shown: KeyBounds, cells: Tensor | None, logsumexp: Tensor, block: tuple[int, int]
 ) -> BlockSums:
     """Sum and count the blocks of a strip over visible cells, (1, heads or 1, rows, columns), None: by the bounds."""
-    counts = (
-        _count_cells_of_blocks(shown, part, block)
-        if cells is None
-        else _sum_over_blocks(cells[0].double(), block).long()
-    )
-    counts = counts.expand(part.shape.num_heads, -1, -1)
-    scores_in_all = part.shape.num_heads * part.shape.query_length * part.shape.key_length
-    bounds = shown
-    if cells is not None:
+    shape = part.shape
+    if cells is None:
+        column_blocks = -(-shape.key_length // block[1])
+        counts = count_cells_of_intervals(shown.start[0], shown.stop[0], column_blocks, block)[None]
+    else:
+        counts = sum_over_blocks(cells[0].double(), block).long()
         part = replace(part, mask=Keep(cells))
-        bounds = KeyBounds(shown.start, shown.stop, part.mask)
-    if scores_in_all > MIN_NATIVE_SCORES and not is_traced() and kernel.refusal(part, bounds) is None:
-        _, sums = sum_weights_per_key(part, bounds, logsumexp, cell=block)
+        shown = replace(shown, remainder=part.mask)
+    counts = counts.expand(shape.num_heads, -1, -1)
+    num_scores = shape.num_heads * shape.query_length * shape.key_length
+    if num_scores > MIN_NATIVE_SCORES and not is_traced() and kernel.refusal(part, shown) is None:
+        _, sums = sum_weights_per_key(part, shown, logsumexp, cell=block)
         if sums is not None:
             return BlockSums(sums[0].double(), counts)
-    return BlockSums(_sum_strip_in_torch(part, shown, logsumexp, cells, block), counts)
+    return BlockSums(_sum_strip_in_torch(part, shown, logsumexp, block), counts)
 
 
-def _sum_strip_in_torch(
-    part: AttentionRequest, shown: KeyBounds, logsumexp: Tensor, cells: Tensor | None, block: tuple[int, int]
-) -> Tensor:
+def _sum_strip_in_torch(part: AttentionRequest, shown: KeyBounds, logsumexp: Tensor, block: tuple[int, int]) -> Tensor:
     """Sum the blocks of a strip in PyTorch, some rows at a time: (heads, row blocks, column blocks), float64."""
     width = part.shape.num_heads * part.shape.key_length
     height = max(SCORES_PER_DENSE_STRIP // width // block[0], 1) * block[0]
@@ -277,33 +250,9 @@ def _sum_strip_in_torch(
     found = []
     for first in range(0, part.shape.query_length, height):
         rows = slice(first, first + height)
-        if cells is None:
-            here = ((key >= shown.start[:, rows, None]) & (key < shown.stop[:, rows, None]))[:, None]
-        else:
-            here = cells[:, :, rows]
+        inside = (key >= shown.start[:, rows, None]) & (key < shown.stop[:, rows, None])
         row = logsumexp[:, :, rows, None]  # (1, heads, rows, 1)
-        counted = here & (row != -torch.inf) & ~row.isnan()
+        counted = inside[:, None] & visible_cells(part, rows) & (row != -torch.inf) & ~row.isnan()
         weights = (scores(part, rows) - row).exp_().masked_fill_(~counted, 0)
-        found.append(_sum_over_blocks(weights[0].double(), block))
+        found.append(sum_over_blocks(weights[0].double(), block))
     return torch.cat(found, 1)
-
-
-def _sum_over_blocks(cells: Tensor, block: tuple[int, int]) -> Tensor:
-    """Sum the numbers in each block: (heads, rows, columns) -> (heads, row blocks, column blocks)."""
-    rest = (0, -cells.shape[2] % block[1], 0, -cells.shape[1] % block[0])
-    whole = torch.nn.functional.pad(cells, rest)
-    added: Tensor = whole.unflatten(2, (-1, block[1])).sum(-1).unflatten(1, (-1, block[0])).sum(2)
-    return added
-
-
-def _count_cells_of_blocks(shown: KeyBounds, part: AttentionRequest, block: tuple[int, int]) -> Tensor:
-    """Count the cells of each block within the intervals of visible keys: (1, row blocks, column blocks), int64."""
-    height, width = block
-    first = torch.arange(-(-part.shape.key_length // width), device=part.shape.device) * width
-    counts = []
-    step = max(SCORES_PER_DENSE_STRIP // len(first) // height, 1) * height
-    for row in range(0, part.shape.query_length, step):
-        start, stop = shown.start[0, row : row + step, None], shown.stop[0, row : row + step, None]
-        inside = (stop.minimum(first + width) - start.maximum(first)).clamp_(min=0)  # (rows, column blocks)
-        counts.append(_sum_over_blocks(inside[None], (height, 1)))
-    return torch.cat(counts, 1)

@@ -12,11 +12,9 @@ from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
-from torch import Tensor
-
 from multihead.errors import ProbeError
 from multihead.kernels.parts import PART_FAMILIES, PartName, check_part
-from multihead.probes.probe import SHARE_FORMAT, PartValues, Probe, Statistic
+from multihead.probes.probe import SHARE_FORMAT, Probe, Statistic
 
 
 def _probe_of_single_part(part: PartName, name: str = "", **options: Any) -> Probe:
@@ -27,18 +25,6 @@ def _probe_of_single_part(part: PartName, name: str = "", **options: Any) -> Pro
 def _share_probe(part: PartName, name: str = "", **options: Any) -> Probe:
     """Return the probe of a statistic that equals one part, and is shown as a share of a query's weights."""
     return _probe_of_single_part(part, name, number_format=SHARE_FORMAT, **options)
-
-
-def _effective_keys(parts: PartValues) -> Tensor:
-    return parts["entropy"].exp()
-
-
-def _largest_score(parts: PartValues) -> Tensor:
-    return parts["logsumexp"] + parts["largest_weight"].log()
-
-
-def _coverage_of_parts(parts: PartValues) -> Tensor:
-    return parts["received"].clamp(max=1)
 
 
 _NAMES_BY_OFFSET = {0: "self_mass", -1: "previous_mass", 1: "next_mass"}
@@ -97,7 +83,7 @@ _BUILT_IN_PROBES = (
     ),
     Probe(
         "effective_keys",
-        _effective_keys,
+        lambda parts: parts["entropy"].exp(),
         {"entropy"},
         short_label="eff. keys",
         number_format=".1f",
@@ -154,7 +140,7 @@ _BUILT_IN_PROBES = (
     ),
     Probe(
         "largest_score",
-        _largest_score,
+        lambda parts: parts["logsumexp"] + parts["largest_weight"].log(),
         {"logsumexp", "largest_weight"},
         number_format=".1f",
         source="QK-clip, arXiv:2507.20534",
@@ -196,7 +182,7 @@ _BUILT_IN_PROBES = (
     ),
     Probe(
         "coverage",
-        _coverage_of_parts,
+        lambda parts: parts["received"].clamp(max=1),
         {"received"},
         number_format=SHARE_FORMAT,
         source="arXiv:1609.08144, equation 14",

@@ -16,7 +16,7 @@ from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
 from multihead.probes.context import ProbeContext
 from multihead.probes.tile import RowLogsumexps, has_large_logsumexp, logsumexp_of_rows, request_in_float64, score_base
-from multihead.scores.bias import RelativeBias, values_of, with_values
+from multihead.scores.bias import RelativeBias, index_bias
 
 ROWS_PER_STEP = 256  # queries per step if visibility is evaluated cell by cell
 
@@ -164,8 +164,6 @@ class MeasuredCall:
     def request_of_sample(self, index: int) -> AttentionRequest:
         """Slice q, k, v and bias of one sample from `request_without_nonfinite`; the mask is not sliced."""
         request = self.request_without_nonfinite
-        bias = request.bias
-        if bias is not None and len(values_of(bias)) > 1:
-            bias = with_values(bias, values_of(bias)[index][None])
         one = slice(index, index + 1)
+        bias = index_bias(request.bias, {0: one})
         return replace(request, q=request.q[one], k=request.k[one], v=request.v[one], bias=bias)

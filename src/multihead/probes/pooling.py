@@ -10,7 +10,9 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import visible_cells
 from multihead.masks.base import KeyBounds
+from multihead.tensors.shapes import index_axes
 
+MAX_INTERVALS_AT_ONCE = 1 << 22  # queries x column blocks per step if cells are counted from intervals
 ROWS_PER_STEP = 256  # queries per step if visible (query, key) cells are counted one by one
 
 
@@ -42,7 +44,7 @@ class PooledMap:
 
     def sum_row_blocks(self, cells: Tensor, rows: slice) -> Tensor:
         """Sum cells (heads, rows, columns) over the rows of each block: (heads, row blocks touched, columns)."""
-        block = self._row_block_indices(rows, cells.device)
+        block = torch.arange(rows.start, rows.stop, device=cells.device) // self.row_block
         member = torch.nn.functional.one_hot(block - block[0]).to(cells.dtype)  # (rows, row blocks touched)
         return member.mT @ cells
 
@@ -75,14 +77,13 @@ class PooledMap:
         """Count the visible cells of one sample of a call; `heads` are the heads that this map has."""
         if bounds.remainder is None and request.bias is None:
             row = 0 if bounds.is_shared_by_samples else sample
-            self.count_intervals(bounds.start[row], bounds.stop[row])
+            block = (self.row_block, self.column_block)
+            self.counts.add_(count_cells_of_intervals(bounds.start[row], bounds.stop[row], self.counts.shape[2], block))
             return
         shape = request.shape
         for first in range(0, shape.query_length, ROWS_PER_STEP):
             rows = slice(first, min(first + ROWS_PER_STEP, shape.query_length))
-            shown = visible_cells(request, rows)
-            shown = shown[sample if shown.shape[0] > 1 else 0]  # (heads or 1, rows or 1, keys or 1)
-            shown = shown[heads] if len(shown) > 1 else shown
+            shown = index_axes(visible_cells(request, rows), {0: slice(sample, sample + 1), 1: heads})[0]
             self.count_cells(shown.expand(-1, rows.stop - first, shape.key_length), rows)
 
     def count_cells(self, shown: Tensor, rows: slice) -> None:
@@ -93,18 +94,6 @@ class PooledMap:
         target = slice(first, first + counted.shape[1])
         self.counts[:, target].index_add_(2, block, counted.expand(self.counts.shape[0], -1, -1))
 
-    def count_intervals(self, start: Tensor, stop: Tensor) -> None:
-        """Add the cells in each query's interval of visible keys to the counts; (queries,) each, start <= stop."""
-        keys = (
-            torch.arange(self.counts.shape[2], device=start.device) * self.column_block
-        )  # first key of each column block
-        inside = stop[:, None].minimum(keys + self.column_block) - start[:, None].maximum(
-            keys
-        )  # (queries, column blocks)
-        rows = self._row_block_indices(slice(0, len(start)), start.device)
-        summed = self.counts.new_zeros(self.counts.shape[1:]).index_add_(0, rows, inside.clamp(min=0).double())
-        self.counts.add_(summed)
-
     def means(self) -> Tensor:
         """Return (heads, row blocks, column blocks): the mean weight, NaN where no cell is visible."""
         return self.sums / self.counts
@@ -113,9 +102,26 @@ class PooledMap:
         """Return (heads, row blocks, column blocks): the largest weight, NaN where no cell is visible."""
         return self.largest.masked_fill(self.largest == -torch.inf, torch.nan)
 
-    def _row_block_indices(self, rows: slice, device: torch.device) -> Tensor:
-        """Return the index of the row block of each query: (rows,)."""
-        return torch.arange(rows.start, rows.stop, device=device) // self.row_block
+
+def sum_over_blocks(cells: Tensor, block: tuple[int, int]) -> Tensor:
+    """Sum the numbers in each block: (heads, rows, columns) -> (heads, row blocks, column blocks)."""
+    rest = (0, -cells.shape[2] % block[1], 0, -cells.shape[1] % block[0])
+    whole = torch.nn.functional.pad(cells, rest)
+    added: Tensor = whole.unflatten(2, (-1, block[1])).sum(-1).unflatten(1, (-1, block[0])).sum(2)
+    return added
+
+
+def count_cells_of_intervals(start: Tensor, stop: Tensor, column_blocks: int, block: tuple[int, int]) -> Tensor:
+    """Count the cells of each block in the intervals of keys of queries, (queries,): (row blocks, column blocks)."""
+    height, width = block
+    first = torch.arange(column_blocks, device=start.device) * width  # first key of each column block
+    counts = []
+    step = max(MAX_INTERVALS_AT_ONCE // max(column_blocks, 1) // height, 1) * height
+    for row in range(0, max(len(start), 1), step):
+        some = slice(row, row + step)
+        inside = stop[some, None].minimum(first + width) - start[some, None].maximum(first)  # (queries, column blocks)
+        counts.append(sum_over_blocks(inside.clamp_(min=0)[None], (height, 1))[0])
+    return torch.cat(counts)
 
 
 def _block_maxima(cells: Tensor, axis: int, first: int, block: int) -> Tensor:

@@ -9,7 +9,7 @@ forward pass for this statistic alone. Weights at offsets, on first keys and on 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -21,22 +21,19 @@ from multihead.kernels.parts import PartName
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.moments import KEYS_PER_GROUP, DistanceMoments
 from multihead.probes.pooling import PooledMap
-from multihead.scores.bias import values_of, with_values
+from multihead.scores.bias import index_bias
+from multihead.tensors.shapes import index_axes
 
 TILE_QUERIES = 64  # queries per tile
 TILE_KEYS = 512  # keys per tile
 TILE_WEIGHTS = 1 << 19  # weights per tile over the heads of a group, so that a tile fits into a CPU cache
 # Factors of the three sizes on a GPU, where a tile of 2^25 weights takes longer to compute than to launch.
 GPU_TILE_FACTORS = (8, 4, 64)
-_PER_QUERY_PARTS: tuple[PartName, ...] = (
-    "entropy",
-    "largest_weight",
-    "largest_key",
-    "mean_distance",
-    "distance_spread",
-)
+_LARGEST_PARTS: frozenset[PartName] = frozenset({"largest_weight", "largest_key"})
+_DISTANCE_PARTS: frozenset[PartName] = frozenset({"mean_distance", "distance_spread"})
 _TOKEN_MATCH_PARTS: tuple[PartName, ...] = ("duplicate_mass", "induction_mass")
-STREAMED_PARTS: frozenset[PartName] = frozenset((*_PER_QUERY_PARTS, *_TOKEN_MATCH_PARTS, "received", "pooled_map"))
+_PER_QUERY_PARTS: frozenset[PartName] = frozenset(("entropy", *_TOKEN_MATCH_PARTS)) | _LARGEST_PARTS | _DISTANCE_PARTS
+STREAMED_PARTS: frozenset[PartName] = _PER_QUERY_PARTS | {"received", "pooled_map"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +41,6 @@ class _Tile:
     """The weights of a group of heads of one sample in a tile of the attention map.
 
     Attributes:
-        rows: the queries.
         columns: range of the keys, [first, stop).
         log_weights: (heads, rows, columns), ln p_ij; any finite number where hidden.
         weights: (heads, rows, columns), p_ij; 0 where hidden.
@@ -52,7 +48,6 @@ class _Tile:
         side_of_keys: 1 if all keys are at or before all positions, -1 if at or after, 0 if neither.
     """
 
-    rows: slice
     columns: tuple[int, int]
     log_weights: Tensor
     weights: Tensor
@@ -79,29 +74,6 @@ class _HeadGroup:
     k: Tensor | None
 
 
-@dataclass(eq=False)
-class _TiledMeasurement:
-    """Inputs and accumulated results of a computation over all tiles of a call.
-
-    Attributes:
-        call: the call.
-        parts: the parts to measure, a subset of STREAMED_PARTS.
-        value_columns: (batch, kv_heads, keys, n), n numbers c_j per key, or None.
-        measured_parts: part -> (batch, heads, queries), for parts with a number per query.
-        weighted_sums: (batch, heads, queries, n), the sums sum_j p_ij c_j, or None.
-        received: (batch, heads, keys), the sum of the weights on each key.
-        maps: pooled map of each group of heads, ordered by sample.
-    """
-
-    call: MeasuredCall
-    parts: frozenset[PartName]
-    value_columns: Tensor | None
-    measured_parts: dict[PartName, Tensor]
-    weighted_sums: Tensor | None
-    received: Tensor
-    maps: list[PooledMap] = field(default_factory=list)
-
-
 def measure_in_tiles(
     call: MeasuredCall, parts: Collection[PartName], columns: Tensor | None = None
 ) -> tuple[dict[PartName, Tensor], Tensor | None]:
@@ -116,39 +88,31 @@ def measure_in_tiles(
         the parts, and sum_j p_ij c_j as (batch, heads, queries, n) or None; in float64.
     """
     shape = call.request.shape
-    size = (shape.batch, shape.num_heads, shape.query_length)
 
-    def zeros_per_query(*more: int) -> Tensor:
-        return torch.zeros(*size, *more, dtype=torch.float64, device=shape.device)
+    def zeros(*size: int) -> Tensor:
+        return torch.zeros(shape.batch, shape.num_heads, *size, dtype=torch.float64, device=shape.device)
 
-    stream = _TiledMeasurement(
-        call,
-        frozenset(parts),
-        columns,
-        {part: zeros_per_query() for part in (*_PER_QUERY_PARTS, *_TOKEN_MATCH_PARTS) if part in parts},
-        None if columns is None else zeros_per_query(columns.shape[-1]),
-        torch.zeros(*size[:2], shape.key_length, dtype=torch.float64, device=shape.device),
-    )
-    if "largest_key" in stream.measured_parts:
-        stream.measured_parts["largest_key"] = torch.full(size, -1, device=shape.device)
-    for group in _groups_of_call(call):
-        _measure_group(stream, group)
-    found = dict(stream.measured_parts)
+    needed = set(parts)
+    for measured_together in (_LARGEST_PARTS, _DISTANCE_PARTS):
+        if needed & measured_together:
+            needed |= measured_together
+    found = {part: zeros(shape.query_length) for part in needed & _PER_QUERY_PARTS}
+    if "largest_key" in found:
+        # The logarithm of the largest weight is updated, because the weight itself may underflow.
+        found["largest_weight"].fill_(-torch.inf)
+        found["largest_key"] = torch.full_like(found["largest_key"], -1, dtype=torch.int64)
     if "received" in parts:
-        found["received"] = stream.received
+        found["received"] = zeros(shape.key_length)
     if "pooled_map" in parts:
-        found["pooled_map"] = _join_maps(stream)
-    return found, stream.weighted_sums
-
-
-def _join_maps(stream: _TiledMeasurement) -> Tensor:
-    """Concatenate the pooled maps of all groups of heads: (batch, heads, row blocks, column blocks)."""
-    shape = stream.call.request.shape
-    pooled = [each.maxima() if stream.call.context.map_pool == "max" else each.means() for each in stream.maps]
-    if not pooled:  # an empty batch needs the shape of a map
-        empty = _empty_map(stream.call, shape.num_heads).sums
-        return empty.new_empty(shape.batch, *empty.shape)
-    return torch.cat(pooled).view(shape.batch, shape.num_heads, *pooled[0].shape[1:])
+        found["pooled_map"] = zeros(*_empty_map(call, 1).sums.shape[1:])
+    weighted_sums = None if columns is None else zeros(shape.query_length, columns.shape[-1])
+    for group in _groups_of_call(call):
+        _measure_group(call, group, found, columns, weighted_sums)
+    if "entropy" in found:
+        found["entropy"].clamp_(min=0)  # rounding can give -1e-7 for a single key
+    if "largest_weight" in found:
+        found["largest_weight"].exp_()
+    return {part: found[part] for part in parts}, weighted_sums
 
 
 def _empty_map(call: MeasuredCall, heads: int) -> PooledMap:
@@ -167,14 +131,11 @@ def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
         for first in range(0, shape.num_kv_heads, most):
             kv = slice(first, min(first + most, shape.num_kv_heads))
             heads = slice(kv.start * shape.heads_per_kv_head, kv.stop * shape.heads_per_kv_head)
-            bias = sample.bias
-            if bias is not None and values_of(bias).shape[1] > 1:
-                bias = with_values(bias, values_of(bias)[:, heads])
             part = replace(
                 sample,
                 q=sample.q[:, heads],
                 k=sample.k[:, kv],
-                bias=bias,
+                bias=index_bias(sample.bias, {1: heads}),
                 shape=shape._replace(num_heads=heads.stop - heads.start, num_kv_heads=kv.stop - kv.start),
             )
             yield _HeadGroup(index, heads, part, *_append_logsumexp(call, part, index, heads))
@@ -199,35 +160,53 @@ def _append_logsumexp(
     return q, torch.cat([k, k.new_ones(*k.shape[:2], 1)], -1)
 
 
-def _measure_group(stream: _TiledMeasurement, group: _HeadGroup) -> None:
-    """Measure one group of heads, and add the results to `stream`."""
-    call, shape = stream.call, stream.call.request.shape
-    pooled = _empty_map(call, group.heads.stop - group.heads.start) if "pooled_map" in stream.parts else None
+def _measure_group(
+    call: MeasuredCall,
+    group: _HeadGroup,
+    found: dict[PartName, Tensor],
+    columns: Tensor | None,
+    weighted_sums: Tensor | None,
+) -> None:
+    """Add the weights of one group of heads, tile by tile, to the results of the call.
+
+    Args:
+        call: the call.
+        group: the heads.
+        found: the results as of `measure_in_tiles`, but "largest_weight" is its logarithm.
+        columns: the numbers per key, or None.
+        weighted_sums: the weighted sums of the numbers per key, or None.
+    """
+    shape = call.request.shape
+    pooled = _empty_map(call, group.heads.stop - group.heads.start) if "pooled_map" in found else None
     height = _tile_size(shape.device)[0]
     for first in range(0, shape.query_length, height):
         rows = slice(first, min(first + height, shape.query_length))
-        block = _RowSums.zero(stream, group, rows)
-        for tile in _tiles_of_rows(stream, group, rows):
-            block.add(tile, stream, group)
-            place = (group.sample, group.heads, slice(*tile.columns))
-            if "received" in stream.parts:
-                stream.received[place] += tile.weights.sum(-2)
+        place = (group.sample, group.heads, rows)
+        sums = {part: found[part][place] for part in found.keys() & _PER_QUERY_PARTS}  # views of `found`
+        moments = DistanceMoments.zero(call.logsumexp[place].double()) if "mean_distance" in sums else None
+        for tile in _tiles_of_rows(call, group, rows):
+            _add_to_sums(call, group, rows, tile, sums, moments)
+            if columns is not None and weighted_sums is not None:
+                weighted_sums[place] += _weighted_sums_of_tile(columns, group, tile)
+            if "received" in found:
+                found["received"][group.sample, group.heads, slice(*tile.columns)] += tile.weights.sum(-2)
             if pooled is not None and call.context.map_pool == "mean":
                 pooled.add(tile.weights, rows, tile.columns)
             elif pooled is not None:
                 pooled.update_maxima(tile.weights, tile.visible_cells, rows, tile.columns)
-        block.write(stream, group)
-    if pooled is not None:
-        if call.context.map_pool == "mean":
-            pooled.count_visible_cells(call.request, call.bounds, group.sample, heads=group.heads)
-        stream.maps.append(pooled)
+        if moments is not None:
+            sums["mean_distance"].copy_(moments.mean())
+            sums["distance_spread"].copy_(moments.spread())
+    if pooled is not None and call.context.map_pool == "mean":
+        pooled.count_visible_cells(call.request, call.bounds, group.sample, heads=group.heads)
+        found["pooled_map"][group.sample, group.heads] = pooled.means()
+    elif pooled is not None:
+        found["pooled_map"][group.sample, group.heads] = pooled.maxima()
 
 
-def _spans_of_keys(
-    stream: _TiledMeasurement, group: _HeadGroup, rows: slice
-) -> Iterator[tuple[tuple[int, int], bool, int]]:
+def _spans_of_keys(call: MeasuredCall, group: _HeadGroup, rows: slice) -> Iterator[tuple[tuple[int, int], bool, int]]:
     """Split the keys that any of the rows sees into spans; yield (first, stop), whether all cells are visible, side."""
-    bounds = stream.call.bounds
+    bounds = call.bounds
     plan_row = 0 if bounds.is_shared_by_samples else group.sample
     start, stop = bounds.start[plan_row, rows], bounds.stop[plan_row, rows]
     seeing = start < stop
@@ -238,17 +217,11 @@ def _spans_of_keys(
     seen_stop = max(int(stop.min()), free)  # all rows that see anything see [free, seen_stop)
     if bounds.remainder is not None or group.request.bias is not None or not bool(seeing.all()):
         free = seen_stop = most
-    before, after = (int(stream.call.positions[group.sample, row]) for row in (rows.start, rows.stop - 1))
+    before, after = (int(call.positions[group.sample, row]) for row in (rows.start, rows.stop - 1))
     # A span is a multiple of KEYS_PER_GROUP keys, is fully visible or not, and is on one side of all rows or not.
-    wanted = (
-        least - (least - free) // KEYS_PER_GROUP * KEYS_PER_GROUP,
-        least + (seen_stop - least) // KEYS_PER_GROUP * KEYS_PER_GROUP,
-    )
-    sides = (
-        least + (before + 1 - least) // KEYS_PER_GROUP * KEYS_PER_GROUP,
-        least - (least - after) // KEYS_PER_GROUP * KEYS_PER_GROUP,
-    )
-    cuts = sorted({least, most, *(edge for edge in (*wanted, *sides) if least < edge < most)})
+    edges = [least - (least - edge) // KEYS_PER_GROUP * KEYS_PER_GROUP for edge in (free, after)]
+    edges += [least + (edge - least) // KEYS_PER_GROUP * KEYS_PER_GROUP for edge in (seen_stop, before + 1)]
+    cuts = sorted({least, most, *(edge for edge in edges if least < edge < most)})
     width = _tile_size(start.device)[1]
     for begin, end in pairwise(cuts):
         side = 1 if end <= before + 1 else -1 if begin >= after else 0
@@ -256,17 +229,15 @@ def _spans_of_keys(
             yield (first, min(first + width, end)), free <= begin and end <= seen_stop, side
 
 
-def _tiles_of_rows(stream: _TiledMeasurement, group: _HeadGroup, rows: slice) -> Iterator[_Tile]:
+def _tiles_of_rows(call: MeasuredCall, group: _HeadGroup, rows: slice) -> Iterator[_Tile]:
     """Yield the tiles of some rows that have visible keys."""
-    call, request = stream.call, group.request
-    bounds, plan_row = call.bounds, 0 if call.bounds.is_shared_by_samples else group.sample
+    request, bounds, plan_row = group.request, call.bounds, 0 if call.bounds.is_shared_by_samples else group.sample
     every_cell_read = bounds.remainder is not None or request.bias is not None
-    for columns, free, side in _spans_of_keys(stream, group, rows):
+    for columns, free, side in _spans_of_keys(call, group, rows):
         shown: Tensor | None = None
         if every_cell_read:
             cells = visible_cells(call.request, rows, slice(*columns))
-            cells = cells[group.sample if cells.shape[0] > 1 else 0]
-            shown = cells[group.heads] if cells.shape[0] > 1 else cells
+            shown = index_axes(cells, {0: slice(group.sample, group.sample + 1), 1: group.heads})[0]
         elif not free:
             key = torch.arange(*columns, device=request.shape.device)
             shown = (key >= bounds.start[plan_row, rows, None]) & (key < bounds.stop[plan_row, rows, None])
@@ -282,103 +253,60 @@ def _tiles_of_rows(stream: _TiledMeasurement, group: _HeadGroup, rows: slice) ->
         weights = logs.exp()
         if shown is not None:
             weights.masked_fill_(~shown, 0)
-        yield _Tile(rows, columns, logs, weights, shown, side)
+        yield _Tile(columns, logs, weights, shown, side)
 
 
-@dataclass(eq=False)
-class _RowSums:
-    """Running sums over the keys, for some queries of a group of heads: (heads, rows) float64 each.
+def _add_to_sums(
+    call: MeasuredCall,
+    group: _HeadGroup,
+    rows: slice,
+    tile: _Tile,
+    sums: dict[PartName, Tensor],
+    moments: DistanceMoments | None,
+) -> None:
+    """Add the weights of a tile to `sums`, part -> (heads, rows), and to the moments of the distance."""
+    if "entropy" in sums:
+        sums["entropy"] -= torch.linalg.vecdot(tile.weights, tile.log_weights)
+    if moments is not None:
+        moments.add(tile.weights, call.positions[group.sample, rows], tile.columns, tile.side_of_keys)
+    if "largest_key" in sums:
+        _update_largest(sums["largest_weight"], sums["largest_key"], tile)
+    for part in _TOKEN_MATCH_PARTS:
+        if part in sums:
+            sums[part] += (tile.weights * _keys_of_same_token(call, group, rows, part, tile)).sum(-1)
 
-    Attributes:
-        rows: the queries.
-        positions: (rows,), positions of the queries among the keys.
-        sums: part -> sum, for "entropy", "duplicate_mass" and "induction_mass".
-        moments: sums for the mean and the spread of the distance, or None.
-        largest: logarithm of the largest weight, which may underflow as a weight; -inf before any visible key.
-        largest_key: key of the largest weight; -1 before any visible key.
-        weighted_sums: (heads, rows, n), weighted sums of numbers of the keys, or None.
-    """
 
-    rows: slice
-    positions: Tensor
-    sums: dict[PartName, Tensor]
-    moments: DistanceMoments | None
-    largest: Tensor
-    largest_key: Tensor
-    weighted_sums: Tensor | None
+def _weighted_sums_of_tile(columns: Tensor, group: _HeadGroup, tile: _Tile) -> Tensor:
+    """Sum the numbers of the keys of a tile, weighted: (batch, kv_heads, keys, n) -> (heads, rows, n)."""
+    per = group.request.shape.heads_per_kv_head
+    kv_heads = slice(group.heads.start // per, group.heads.stop // per)
+    numbers = columns[group.sample, kv_heads, slice(*tile.columns)].to(tile.weights.dtype)
+    by_kv = tile.weights.unflatten(0, (-1, per)).flatten(1, 2)
+    sums: Tensor = (by_kv @ numbers).view(*tile.weights.shape[:2], -1)
+    return sums
 
-    @staticmethod
-    def zero(stream: _TiledMeasurement, group: _HeadGroup, rows: slice) -> _RowSums:
-        """Create the sums of some rows before any key is added."""
-        size = (group.heads.stop - group.heads.start, rows.stop - rows.start)
-        nothing = torch.zeros(size, dtype=torch.float64, device=stream.received.device)
-        summed: tuple[PartName, ...] = ("entropy", *_TOKEN_MATCH_PARTS)
-        return _RowSums(
-            rows,
-            stream.call.positions[group.sample, rows],
-            {part: nothing.clone() for part in summed if part in stream.parts},
-            DistanceMoments.zero(nothing) if {"mean_distance", "distance_spread"} & stream.parts else None,
-            torch.full_like(nothing, -torch.inf),
-            torch.full_like(nothing, -1, dtype=torch.int64),
-            None if stream.value_columns is None else nothing.new_zeros(*size, stream.value_columns.shape[-1]),
-        )
 
-    def add(self, tile: _Tile, stream: _TiledMeasurement, group: _HeadGroup) -> None:
-        """Add the weights of a tile to all sums."""
-        if "entropy" in self.sums:
-            self.sums["entropy"] -= torch.linalg.vecdot(tile.weights, tile.log_weights)
-        if self.moments is not None:
-            self.moments.add(tile.weights, self.positions, tile.columns, tile.side_of_keys)
-        if {"largest_weight", "largest_key"} & stream.parts:
-            self._update_largest(tile)
-        for part in _TOKEN_MATCH_PARTS:
-            if part in self.sums:
-                self.sums[part] += (tile.weights * self._keys_of_same_token(part, tile, stream, group)).sum(-1)
-        if self.weighted_sums is not None and stream.value_columns is not None:
-            columns = stream.value_columns[group.sample, :, slice(*tile.columns)].to(tile.weights.dtype)
-            per = stream.call.request.shape.heads_per_kv_head
-            columns = columns[group.heads.start // per : group.heads.stop // per]  # (kv_heads, columns, n)
-            by_kv = tile.weights.unflatten(0, (-1, per)).flatten(1, 2)
-            self.weighted_sums += (by_kv @ columns).view(self.weighted_sums.shape)
+def _keys_of_same_token(call: MeasuredCall, group: _HeadGroup, rows: slice, part: PartName, tile: _Tile) -> Tensor:
+    """Return the earlier keys with the query's token, or the keys after these: (rows, columns) bool."""
+    assert call.context.ids is not None
+    positions = call.positions[group.sample, rows]
+    ids = call.context.ids[group.sample].to(positions.device)
+    known = (positions >= 0) & (positions < len(ids))
+    own = ids[positions.clamp(0, len(ids) - 1)]
+    key = torch.arange(*tile.columns, device=ids.device) - int(part == "induction_mass")
+    alike = (ids[key.clamp(min=0)] == own[:, None]) & (key >= 0)
+    return alike & known[:, None] & (key < positions[:, None])
 
-    def _keys_of_same_token(self, part: PartName, tile: _Tile, stream: _TiledMeasurement, group: _HeadGroup) -> Tensor:
-        """Return the earlier keys with the query's token, or the keys after these: (rows, columns) bool."""
-        assert stream.call.context.ids is not None
-        ids = stream.call.context.ids[group.sample].to(self.positions.device)
-        known = (self.positions >= 0) & (self.positions < len(ids))
-        own = ids[self.positions.clamp(0, len(ids) - 1)]
-        key = torch.arange(*tile.columns, device=ids.device) - int(part == "induction_mass")
-        alike = (ids[key.clamp(min=0)] == own[:, None]) & (key >= 0)
-        return alike & known[:, None] & (key < self.positions[:, None])
 
-    def _update_largest(self, tile: _Tile) -> None:
-        """Update the largest weight and its key; ties go to the first key."""
-        logs = (
-            tile.log_weights
-            if tile.visible_cells is None
-            else tile.log_weights.masked_fill(~tile.visible_cells, -torch.inf)
-        )
-        value, key = _largest_and_index(logs)
-        larger = value > self.largest
-        self.largest = torch.where(larger, value.double(), self.largest)
-        self.largest_key = torch.where(larger, key + tile.columns[0], self.largest_key)
-
-    def write(self, stream: _TiledMeasurement, group: _HeadGroup) -> None:
-        """Write the results of these rows into `stream.found` and `stream.weighted_sums`."""
-        place = (group.sample, group.heads, self.rows)
-        found: dict[PartName, Tensor] = {
-            "largest_weight": self.largest.exp(),
-            "largest_key": self.largest_key,
-            **self.sums,
-        }
-        if "entropy" in found:
-            found["entropy"].clamp_(min=0)  # rounding can give -1e-7 for a single key
-        if self.moments is not None:
-            found |= {"mean_distance": self.moments.mean(), "distance_spread": self.moments.spread()}
-        for part, tensor in stream.measured_parts.items():
-            tensor[place] = found[part]
-        if self.weighted_sums is not None and stream.weighted_sums is not None:
-            stream.weighted_sums[place] = self.weighted_sums
+def _update_largest(largest: Tensor, largest_key: Tensor, tile: _Tile) -> None:
+    """Update the logarithm of the largest weight, and its key, (heads, rows) each; ties go to the first key."""
+    logs = tile.log_weights
+    if tile.visible_cells is not None:
+        logs = logs.masked_fill(~tile.visible_cells, -torch.inf)
+    value, key = _largest_and_index(logs)
+    larger = value > largest
+    largest.copy_(torch.where(larger, value.double(), largest))
+    largest_key.copy_(torch.where(larger, key + tile.columns[0], largest_key))
 
 
 def _largest_and_index(cells: Tensor) -> tuple[Tensor, Tensor]:

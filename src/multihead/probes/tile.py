@@ -29,6 +29,7 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import scores, select_request_heads, visible_cells, without_autocast, working_dtype
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import bias_tile, values_of, with_values
+from multihead.tensors.shapes import index_axes
 from multihead.tensors.tracing import is_traced
 
 MAX_SCORES_PER_BLOCK = 1 << 20  # scores in float64 at a time, unless MIN_ROWS rows of one head are more
@@ -224,13 +225,12 @@ def _subtract_base_from_scores(
     cells = scores(replace(narrow, q=narrow.q.to(precise), k=narrow.k.to(precise)))
     if request.bias is not None:
         added = bias_tile(request.bias, request.shape, queries, keys).to(precise)
-        cells = cells + (added[:, heads] if added.shape[1] > 1 else added)
+        cells = cells + index_axes(added, {1: heads})
     if base is not None:
         cells = cells - base[:, heads][:, :, queries, None]
     if _is_all_visible(request, queries, keys):
         return cells, None
-    shown = visible_cells(request, queries, keys)
-    shown = shown[:, heads] if shown.shape[1] > 1 else shown
+    shown = index_axes(visible_cells(request, queries, keys), {1: heads})
     return cells.masked_fill(~shown, -torch.inf), shown  # scores of hidden keys may be NaN or inf
 
 

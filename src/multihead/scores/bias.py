@@ -7,6 +7,7 @@ number, so that summing columns sums diagonals.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -131,6 +132,11 @@ def values_of(bias: Bias) -> Tensor:
 def with_values(bias: Bias, values: Tensor) -> Bias:
     """Return a bias of the same type (RelativeBias or tensor) with other values."""
     return RelativeBias(values) if isinstance(bias, RelativeBias) else values
+
+
+def index_bias(bias: Bias | None, indices: Mapping[int, slice | Tensor]) -> Bias | None:
+    """Index samples (axis 0) and heads (axis 1) of a bias, axis -> index; an axis of size 1 is kept."""
+    return None if bias is None else with_values(bias, index_axes(values_of(bias), indices))
 
 
 def dense_bias(bias: Bias, queries: int, keys: int) -> Tensor:
