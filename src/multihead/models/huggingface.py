@@ -161,8 +161,9 @@ def transformers_attention(
     else:
         if start is None:  # the mask does not need the position of the first query, but listeners do
             start = 0 if not needs_call_origin() or is_cross_attention(module) else max(keys - query.shape[2], 0)
-        packed_lengths = attention_mask.packed_lengths if isinstance(attention_mask, LazyMask) else None
-        request = request_of(query, key, value, *terms, start, origin=CallOrigin(module, packed_lengths))
+        packing = attention_mask.packing if isinstance(attention_mask, LazyMask) else None
+        origin = CallOrigin(module, None if packing is None else packing.lengths)
+        request = request_of(query, key, value, *terms, start, origin=origin)
         output, logsumexp = _attend_and_publish(request, attention_mask) if attended is None else attended[:2]
         weights = output_attentions.weights_of(request, logsumexp) if returned else None
     # Usually no copy: the output has the strides of q, which is a transposed (batch, queries, heads, head_dim).

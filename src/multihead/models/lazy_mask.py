@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from multihead.errors import ModelError
+from multihead.layer.packing import Packing
 from multihead.masks import Full, Keep, Mask
 from multihead.models.mask_functions import MaskExtent
 
@@ -109,20 +110,21 @@ class LazyMask(BooleanMask):
         mask: which keys each query may see.
         extent: numbers of queries and keys, and their positions in the sequence.
         padding: (batch, keys) bool, True = no padding; None if there is no padding mask.
-        packed_lengths: (samples,) int64, tokens per sample, if the batch is one row of packed samples; else None.
+        packing: index of each token in the padded batch, if the batch is one row of packed samples; else None.
     """
 
     mask: Mask
     extent: MaskExtent
     padding: Tensor | None
-    packed_lengths: Tensor | None = None
+    packing: Packing | None
 
-    @staticmethod
-    def __new__(cls: type[LazyMask], mask: Mask, extent: MaskExtent, padding: Tensor | None = None) -> LazyMask:
+    def __new__(
+        cls, mask: Mask, extent: MaskExtent, padding: Tensor | None = None, packing: Packing | None = None
+    ) -> LazyMask:
         """Create a mask tensor, (batch, 1, queries, keys), without storage."""
         size = (extent.batch, 1, extent.queries, extent.keys)
         made: LazyMask = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=extent.device)  # noqa: SLF001 - torch's documented way
-        made.mask, made.extent, made.padding = mask, extent, padding
+        made.mask, made.extent, made.padding, made.packing = mask, extent, padding, packing
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -139,9 +141,7 @@ class LazyMask(BooleanMask):
         if mask is None:
             mask = Keep(self.as_bool_tensor()[..., :keys])
         padding = None if self.padding is None else self.padding[:, :keys]
-        made = LazyMask(mask, replace(self.extent, keys=keys), padding)
-        made.packed_lengths = self.packed_lengths if whole else None
-        return made
+        return LazyMask(mask, replace(self.extent, keys=keys), padding, self.packing if whole else None)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -131,8 +131,7 @@ class LazyWeights(Tensor):
     _differentiable: bool
     _computed_weights: Tensor
 
-    @staticmethod
-    def __new__(cls: type[LazyWeights], request: AttentionRequest, logsumexp: Tensor) -> LazyWeights:
+    def __new__(cls, request: AttentionRequest, logsumexp: Tensor) -> LazyWeights:
         """Create a tensor with the size of a call's weights, without storage."""
         shape = request.shape
         size = (shape.batch, shape.num_heads, shape.query_length, shape.key_length)

@@ -116,16 +116,6 @@ _padded_contexts: ContextVar[frozenset[object]] = ContextVar("padded", default=f
 """One object per active context of `run_models_padded`."""
 
 
-class _PackedRowMask(LazyMask):
-    """The mask of a packed row, with which hooks restore the padded batch.
-
-    Attributes:
-        packing: index of each token of the row in the padded batch.
-    """
-
-    packing: Packing
-
-
 def leave_out_padding(model: nn.Module) -> Undo:
     """Leave padding out of all Hugging Face models in a module, and run their attention on this library's kernels.
 
@@ -226,8 +216,8 @@ def _pack_inputs(
     for name in _PER_TOKEN_ARGUMENTS:
         if isinstance(value := inputs.get(name), Tensor):
             inputs[name] = packing.pack(value.expand(batch, *value.shape[1:]))
-    documents = Documents(counts)
-    rows = {name: _mask_of_packed_row(mask & documents, packing) for name, mask in masks.items()}
+    documents, extent = Documents(counts), MaskExtent(1, tokens, tokens, 0, 0, packing.index.device)
+    rows = {name: LazyMask(mask & documents, extent, packing=packing) for name, mask in masks.items()}
     inputs["attention_mask"] = rows if len(rows) > 1 else rows[family.attention_types[0]]
     return (), inputs
 
@@ -284,17 +274,15 @@ def _is_empty_cache(store: Any) -> bool:
     return plain and store.get_seq_length() == 0
 
 
-def _mask_of_packed_row(mask: Mask, packing: Packing) -> _PackedRowMask:
-    tokens = len(packing.index)
-    made = _PackedRowMask(mask, MaskExtent(1, tokens, tokens, 0, 0, packing.index.device))
-    made.packing, made.packed_lengths = packing, packing.lengths
-    return made
+def _packing_of_mask(mask: Any) -> Packing | None:
+    """Return the packing that the mask of a packed row carries; None for any other mask."""
+    return mask.packing if isinstance(mask, LazyMask) else None
 
 
 def _unpack_outputs(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of a model or submodule that restores the padded batch in its outputs."""
-    mask = first_layer_type_mask(kwargs.get("attention_mask"))
-    return _unpack_tensors(output, mask.packing) if isinstance(mask, _PackedRowMask) else output
+    packing = _packing_of_mask(first_layer_type_mask(kwargs.get("attention_mask")))
+    return output if packing is None else _unpack_tensors(output, packing)
 
 
 def _unpack_tensors(output: Any, packing: Packing) -> Any:
@@ -329,7 +317,7 @@ def _add_relative_bias(
     packed row as in the padded batch.
     """
     hidden_states, mask, *others = args
-    if not isinstance(mask, _PackedRowMask):
+    if _packing_of_mask(mask) is None:
         return None
     layer, tokens = block.layer[0].SelfAttention, hidden_states.shape[1]
     weight = layer.relative_attention_bias.weight
