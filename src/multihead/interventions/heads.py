@@ -24,10 +24,6 @@ class NamedHead(Protocol):
     """A head that a record found, as `Record.find`, `kinds` and `nearest` return it."""
 
     @property
-    def layer(self) -> int:
-        """Number of the layer."""
-
-    @property
     def head(self) -> int:
         """Index of the head in the layer."""
 

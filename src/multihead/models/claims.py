@@ -64,18 +64,15 @@ def read_gguf_layer_counts(file: BinaryIO) -> dict[str, int]:
     def read_number(form: str) -> int:
         return int(struct.unpack(f"<{form}", file.read(struct.calcsize(form)))[0])
 
-    def skip_value(kind: int) -> None:
+    def skip_values(kind: int, count: int) -> None:
         if kind == _GGUF_STRING_TYPE:
-            file.seek(read_number("Q"), os.SEEK_CUR)
+            for _ in range(count):  # a wrong count raises an error at the end of the file
+                file.seek(read_number("Q"), os.SEEK_CUR)
         elif kind == _GGUF_ARRAY_TYPE:
-            of, length = read_number("I"), read_number("Q")
-            if of in _GGUF_BYTES_OF_TYPE:
-                file.seek(_GGUF_BYTES_OF_TYPE[of] * length, os.SEEK_CUR)
-            else:
-                for _ in range(length):  # a wrong length raises an error at the end of the file
-                    skip_value(of)
+            for _ in range(count):
+                skip_values(read_number("I"), read_number("Q"))
         else:
-            file.seek(_GGUF_BYTES_OF_TYPE[kind], os.SEEK_CUR)
+            file.seek(_GGUF_BYTES_OF_TYPE[kind] * count, os.SEEK_CUR)
 
     file.seek(16)  # skip the format, its version and the number of tensors
     for _ in range(read_number("Q")):
@@ -83,5 +80,5 @@ def read_gguf_layer_counts(file: BinaryIO) -> dict[str, int]:
         kind = read_number("I")
         if name.endswith(b".block_count") and kind in _GGUF_INTEGER_FORMATS:
             return {"num_layers": read_number(_GGUF_INTEGER_FORMATS[kind])}
-        skip_value(kind)
+        skip_values(kind, 1)
     return {}
