@@ -329,7 +329,7 @@ MUTANTS = (
            "                undo.hook_before_forward(block, stop_if_cancelled)", "                pass",
            ("tests/viewer/test_trial.py", "-k", "nobody_waits")),
     Mutant("packed models", "texts in a row see each other", "models/packed.py",
-           "_mask_of_packed_row(mask & documents, packing)", "_mask_of_packed_row(mask, packing)",
+           "LazyMask(mask & documents, extent, ", "LazyMask(mask, extent, ",
            ("tests/models/test_packed.py", "-k", "test_outputs_are_those and bert-right")),
     Mutant("packed models", "a token has its position in the row", "models/packed.py",
            "torch.arange(real.shape[1], device=real.device)[None]", "real.cumsum(1) - 1",
