@@ -51,7 +51,6 @@ class Served:
     """A running server."""
 
     port: int
-    app: Any
 
     def get(self, path: str, **options: Any) -> Answer:
         """Request an address below the token."""
@@ -102,7 +101,7 @@ def serving_site(site: WebSite) -> Iterator[Served]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
         thread.start()
         try:
-            yield Served(port, app)
+            yield Served(port)
         finally:
             server.should_exit = True
             thread.join(20)

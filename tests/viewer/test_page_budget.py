@@ -105,7 +105,7 @@ def test_of_a_long_text_the_largest_weight_of_each_query_is_kept_and_no_map_is_r
         layer.sample().statistics["pooled_map"] = torch.rand(layer.num_heads, 60, 60)
     kept = page_budget.encode_fitting_maps(record, sample=0, room=80_000)
     assert (kept.mode, kept.weights_per_query, kept.why_incomplete) == ("largest", 1, "time")
-    assert [layer.sample().tiles for layer in record.layers] == [[1], []]  # whether there is one
+    assert [layer.sample().tiles for layer in record.layers] == [[], []]
 
 
 @pytest.mark.parametrize("lacking", ["room", "largest_key"])
@@ -138,8 +138,9 @@ def test_progress_counts_the_heads() -> None:
 
 
 def test_a_record_without_weights_says_so() -> None:
-    assert page_budget.keeps_weights(a_record(), 0)
-    assert not page_budget.keeps_weights(a_record(keep="statistics"), 0)
+    assert page_budget.encode_fitting_maps(a_record(), sample=0, room=10_000_000).why_incomplete == ""
+    kept = page_budget.encode_fitting_maps(a_record(keep="statistics"), sample=0, room=10_000_000)
+    assert kept.why_incomplete == "statistics"
 
 
 def test_an_error_that_is_not_about_missing_weights_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:

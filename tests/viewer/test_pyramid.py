@@ -101,7 +101,8 @@ def test_states_of_a_pyramid() -> None:
     assert 0 < progress["done"] < 1
     order(made)
     assert describe_building_progress(made) == {"state": "ready", "done": 4, "total": 4, "inMemory": True}
-    failed = describe_building_progress(made, ValueError("no room"))
+    made.failure = ValueError("no room")
+    failed = describe_building_progress(made)
     assert failed["state"] == "none"
     assert failed["error"] == "The coarse levels could not be built: no room"
 
@@ -136,5 +137,5 @@ def test_a_failure_ends_one_sample_and_the_others_go_on(monkeypatch: pytest.Monk
     while builder.build_strip():
         pass
     assert good.is_finished
-    assert str(builder.building_error("bad")) == "q cannot be read"
-    assert builder.building_error("good") is None
+    assert str(bad.failure) == "q cannot be read"
+    assert good.failure is None

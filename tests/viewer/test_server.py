@@ -11,7 +11,7 @@ import pytest
 from multihead.errors import InputError
 from multihead.viewer import server
 from multihead.viewer.payload import RecordedRun
-from tests.viewer.serving import TOKEN, serving, viewer_of
+from tests.viewer.serving import TOKEN, serving, serving_site, viewer_of
 from tests.viewer.watching import watch
 
 
@@ -49,8 +49,9 @@ def test_a_port_that_is_taken_is_refused_in_words() -> None:
 
 
 def test_when_the_server_ends_its_threads_end() -> None:
-    with serving(RecordedRun("a", watch(5))) as served:
+    viewer = viewer_of(RecordedRun("a", watch(5)))
+    with serving_site(viewer) as served:
         assert served.get("api/runs/0/samples/0").status == 200
-        threads = [*served.app.state.site.workers._threads, *served.app.state.site.slow_workers._threads]
+        threads = [*viewer.workers._threads, *viewer.slow_workers._threads]
         assert all(thread.is_alive() for thread in threads)
     assert not any(thread.is_alive() for thread in threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypedDict
+from typing import Any
 
 from multihead.kinds import MIXED, Kind
 from multihead.locale.escaping import escape_controls
@@ -13,34 +13,22 @@ from multihead.probes.probe import Statistic
 from multihead.record.analysis.highlights import LayerKinds, evidence_of_kind
 
 
-class Column(TypedDict):
-    """The column of a statistic in the tables of a page.
+def describe_column(shown: Statistic, lang: str) -> dict[str, str]:
+    """Describe the column of a statistic in the tables of a page.
 
-    Attributes:
-        id: name of the statistic, also used in addresses and filters.
-        label: label of the statistic in the page's language.
-        unit: unit of the statistic in the page's language; "" for none.
-        format: number format of the statistic, see `Statistic.number_format`.
-    """
-
-    id: str
-    label: str
-    unit: str
-    format: str
-
-
-def describe_column(shown: Statistic, lang: str) -> Column:
-    """Describe the column of a statistic.
+    Returns:
+        id (the name of the statistic, also used in addresses and filters), label and unit in the page's language (""
+        for no unit), and format, see `Statistic.number_format`.
 
     >>> describe_column(Statistic("late_mass", label="late", number_format="share"), "en")
     {'id': 'late_mass', 'label': 'late', 'unit': '%', 'format': 'share'}
     """
-    return Column(
-        id=shown.name,
-        label=escape_controls(statistic_label(shown.name, lang, shown.label)),
-        unit=escape_controls(unit_label(shown.unit, lang)),
-        format=shown.number_format,
-    )
+    return {
+        "id": shown.name,
+        "label": escape_controls(statistic_label(shown.name, lang, shown.label)),
+        "unit": escape_controls(unit_label(shown.unit, lang)),
+        "format": shown.number_format,
+    }
 
 
 def columns_not_recorded(names: Iterable[str], lang: str) -> list[dict[str, str]]:
@@ -51,35 +39,29 @@ def columns_not_recorded(names: Iterable[str], lang: str) -> list[dict[str, str]
     return [{"id": each["id"], "label": each["label"]} for each in (describe_column(one, lang) for one in missing)]
 
 
-class KindInLegend(TypedDict):
-    """One kind of head in the legend of a page; see `multihead.kinds.Kind`."""
-
-    id: str
-    label: str
-    about: str
-    statistic: str
-    glyph: str
-    colour: tuple[str, str]
-    repeats: bool
-    measured: bool
-
-
 def legend_of_kinds(
     kinds: Iterable[Kind], profiles: Iterable[LayerKinds], lang: str, *, bound: bool = False
-) -> list[KindInLegend]:
-    """Describe the kinds of heads in a page's legend; `bound`: use the definitions for records without q and k."""
+) -> list[dict[str, Any]]:
+    """Describe the kinds of heads in a page's legend, and whether each was measured.
+
+    Args:
+        kinds: the kinds, see `multihead.kinds.Kind`.
+        profiles: the statistics of each layer.
+        lang: the language of the page.
+        bound: whether to use the definitions for records without q and k.
+    """
     profiles = list(profiles)
     return [
-        KindInLegend(
-            id=kind.name,
-            label=escape_controls(kind.label(lang)),
-            about=escape_controls(kind.definition(lang, bound=bound)),
-            statistic=kind.statistic,
-            glyph=kind.glyph,
-            colour=kind.colour,
-            repeats=kind.texts == "repeats",
-            measured=kind is MIXED or any(evidence_of_kind(kind, one.evidence) is not None for one in profiles),
-        )
+        {
+            "id": kind.name,
+            "label": escape_controls(kind.label(lang)),
+            "about": escape_controls(kind.definition(lang, bound=bound)),
+            "statistic": kind.statistic,
+            "glyph": kind.glyph,
+            "colour": kind.colour,
+            "repeats": kind.texts == "repeats",
+            "measured": kind is MIXED or any(evidence_of_kind(kind, one.evidence) is not None for one in profiles),
+        }
         for kind in (*kinds, MIXED)
     ]
 

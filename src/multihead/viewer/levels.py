@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from multihead.errors import InputError
 from multihead.files import RandomAccessFile, open_atomically
@@ -100,12 +101,9 @@ class LayerMapLevels:
         self._levels_in_memory: dict[int, dict[str, Array]] = {}
         self._built_flags = np.zeros(sample.num_heads, np.uint8)
         if file is not None:
-            arrays = [
-                (name, torch.empty(shape, dtype=_TORCH_DTYPES[kind], device="meta"))
-                for name, (kind, shape) in self._layout.items()
-            ]
-            header = safetensors_header(arrays, {"format": "multihead levels", "version": "1", **metadata})
-            *starts, size = accumulate((each.nbytes for _, each in arrays), initial=len(header))
+            metadata = {"format": "multihead levels", "version": "1", **metadata}
+            header = safetensors_header(list(self._layout.items()), metadata)
+            *starts, size = accumulate((each.nbytes for each in self._layout.values()), initial=len(header))
             self._array_offsets = dict(zip(self._layout, starts, strict=True))
             opened = _open_levels_file(file, header, size, sample.num_heads)
             if opened is not None:
@@ -128,7 +126,11 @@ class LayerMapLevels:
         """
         if self.is_built(head):
             return
-        made = {name: np.zeros(shape[1:], kind) for name, (kind, shape) in self._layout.items() if name != "done"}
+        made: dict[str, Array] = {
+            name: torch.zeros_like(each[head], device="cpu").numpy()
+            for name, each in self._layout.items()
+            if name != "done"
+        }
         if self._file is None:
             self._memory_budget.reserve(sum(each.nbytes for each in made.values()))
         queries, keys = self.sample.num_queries, self.sample.num_keys
@@ -184,19 +186,16 @@ class LayerMapLevels:
 
     def _offset_of_head(self, name: str, head: int) -> int:
         """Return the offset in the file, in bytes, of a head's part of the array `name`."""
-        kind, shape = self._layout[name]
-        return self._array_offsets[name] + head * _size_in_bytes(kind, shape[1:])
+        return self._array_offsets[name] + self._layout[name][:head].nbytes
 
     def _read_cells(self, name: str, head: int, rows: slice = slice(None)) -> Array:
         """Read rows of a head's part of the array `name`, from memory or from the file."""
         if self._file is None:
             return self._levels_in_memory[head][name][rows]
-        kind, (_, *sides) = self._layout[name]
-        first, stop, _ = rows.indices(sides[0])
-        found = np.empty((max(stop - first, 0), *sides[1:]), kind)
-        self._file.read_into(
-            self._offset_of_head(name, head) + first * _size_in_bytes(kind, tuple(sides[1:])), _view_as_bytes(found)
-        )
+        whole = self._layout[name][head]
+        found: Array = torch.empty_like(whole[rows], device="cpu").numpy()
+        before = whole[: rows.indices(len(whole))[0]].nbytes
+        self._file.read_into(self._offset_of_head(name, head) + before, _view_as_bytes(found))
         return found
 
 
@@ -225,25 +224,21 @@ def _view_as_bytes(numbers: Array) -> memoryview:
     return numbers.reshape(-1).view(np.uint8).data
 
 
-_TORCH_DTYPES = {"<f8": torch.float64, "<f4": torch.float32, "<i4": torch.int32, "|u1": torch.uint8}
 _ARRAY_NAMES = ("sums", "counts", "first_sums", "first_counts")
 
 
-def _layout_of_stored_arrays(sample: SampleRecord, levels: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the (type, shape) of each stored array by name, wide types first, so that every array is aligned."""
-    real = "<f8" if sample.dtype == torch.float64 else "<f4"
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+def _layout_of_stored_arrays(sample: SampleRecord, levels: int) -> dict[str, Tensor]:
+    """Return an empty tensor per stored array by name, wide types first, so that every array is aligned."""
+    real = torch.float64 if sample.dtype == torch.float64 else torch.float32
+    found: dict[str, Tensor] = {}
     for sums, counts, whole in (("sums", "counts", True), ("first_sums", "first_counts", False)):
-        for name, kind in ((sums, real), (counts, "<i4")):
+        for name, dtype in ((sums, real), (counts, torch.int32)):
             for level in range(FINEST_STORED_LEVEL, levels):
                 sides = cells_per_side(sample.num_queries, level), cells_per_side(sample.num_keys, level)
-                found[f"{name}.{level}"] = kind, (sample.num_heads, *(sides if whole else sides[:1]))
-    found["done"] = "|u1", (sample.num_heads,)
-    return dict(sorted(found.items(), key=lambda item: -np.dtype(item[1][0]).itemsize))
-
-
-def _size_in_bytes(kind: str, shape: tuple[int, ...]) -> int:
-    return np.dtype(kind).itemsize * math.prod(shape)
+                shape = sample.num_heads, *(sides if whole else sides[:1])
+                found[f"{name}.{level}"] = torch.empty(shape, dtype=dtype, device="meta")
+    found["done"] = torch.empty(sample.num_heads, dtype=torch.uint8, device="meta")
+    return dict(sorted(found.items(), key=lambda item: -item[1].itemsize))
 
 
 def _sum_to_next_level(fine: Array, coarse: Array) -> None:
@@ -266,17 +261,13 @@ def _open_levels_file(file: Path, header: bytes, size: int, heads: int) -> tuple
     try:
         if not _has_expected_header(file, header, size):
             _create_levels_file(file, header, size)
-        writable = _is_writable(file)
+        writable = os.access(file, os.W_OK)
         opened = RandomAccessFile(file)
         opened.read_into(size - heads, _view_as_bytes(done))  # the flags are the last array, one byte per head
     except (OSError, InputError):
         return None
     # A finished file is usable even if it is not writable.
     return (opened, done) if writable or bool(done.all()) else None
-
-
-def _is_writable(file: Path) -> bool:
-    return os.access(file, os.W_OK)
 
 
 def _has_expected_header(file: Path, header: bytes, size: int) -> bool:

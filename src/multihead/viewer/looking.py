@@ -6,7 +6,7 @@ import os
 import sys
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
@@ -151,7 +151,7 @@ def look(
         _display_in_cell(record.view(lang=lang))
     elif show:
         summary = write_page_of_run(record, None, inputs, text=text, out=out, lang=lang)
-        _open_in_browser(Path(summary.path))
+        _open_in_browser(summary.path)
         sys.stdout.write(f"{summary}\n")
     return record
 
@@ -227,14 +227,12 @@ def _display_in_cell(view: Any) -> None:
     display(view)
 
 
-def _open_in_browser(page: Path) -> bool:
-    """Open a page in the browser; return False if there is no browser with a window."""
+def _open_in_browser(page: Path) -> None:
+    """Open a page in the browser, if there is one with a window."""
     if sys.platform.startswith("linux") and not {"DISPLAY", "WAYLAND_DISPLAY", "BROWSER"} & os.environ.keys():
-        return False  # a text browser would take over the terminal of the script
-    try:
-        return webbrowser.open(page.resolve().as_uri())
-    except webbrowser.Error:
-        return False
+        return  # a text browser would take over the terminal of the script
+    with suppress(webbrowser.Error):
+        webbrowser.open(page.resolve().as_uri())
 
 
 def _prepare_inputs(

@@ -82,15 +82,6 @@ class StoredMaps:
         }
 
 
-def keeps_weights(record: Record, sample: int) -> bool:
-    """Return whether the record kept q and k, so that single weights can be computed."""
-    try:
-        record.layers[0].sample(sample).weights(0, queries=slice(0, 1), keys=slice(0, 1))
-    except ProbeError:
-        return False
-    return True
-
-
 def encode_fitting_maps(record: Record, *, sample: int, room: int, progress: Progress | None = None) -> StoredMaps:
     """Encode as much of the maps of a record as fits into `room` bytes, layer by layer and head by head.
 
@@ -99,7 +90,7 @@ def encode_fitting_maps(record: Record, *, sample: int, room: int, progress: Pro
     text with more than `MAX_READ_WEIGHTS` weights, only the single largest weight per query, from the statistics.
     """
     samples = {layer.number: layer.sample(sample) for layer in record.layers}
-    has_weights = keeps_weights(record, sample)
+    has_weights = all(one.keeps_weights for one in samples.values())
     report = progress or (lambda done, total: None)
     # No measured map compresses below a tenth of a byte per weight, so maps with more weights are not tried.
     if has_weights and _count_weights(samples) <= min(room * 10, MAX_READ_WEIGHTS):

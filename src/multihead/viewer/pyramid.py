@@ -43,6 +43,8 @@ class SampleMapLevels:
         self._lock = threading.Lock()
         self._heads_being_built: dict[LayerAndHead, tuple[Iterator[float], float]] = {}
         self._requested_heads: list[LayerAndHead] = []  # requested heads, the newest request last
+        self.failure: Exception | None = None
+        """The error that stopped the building of the levels, or None."""
         samples = [layer.sample(sample) for layer in record.layers]
         deep = [
             index
@@ -134,7 +136,6 @@ class LevelBuilder:
     def __init__(self, progress: Callable[[float, int], None] = lambda done, total: None) -> None:
         self._levels_by_sample: dict[Hashable, SampleMapLevels] = {}
         self._progress = progress
-        self._error_by_sample: dict[Hashable, Exception] = {}
         self._newest_sample: Hashable = None
 
     def queue_sample(self, key: Hashable, make: Callable[[], SampleMapLevels]) -> SampleMapLevels:
@@ -144,36 +145,28 @@ class LevelBuilder:
         self._newest_sample = key
         return self._levels_by_sample[key]
 
-    def building_error(self, key: Hashable) -> Exception | None:
-        """Return the error that stopped the building of a sample's levels, or None."""
-        return self._error_by_sample.get(key)
-
     def build_strip(self) -> bool:
         """Build one strip of one sample; return whether any strip was left to build."""
         for key in [self._newest_sample, *list(self._levels_by_sample)]:
             pyramid = self._levels_by_sample.get(key)
-            if pyramid is None or key in self._error_by_sample or pyramid.is_finished:
+            if pyramid is None or pyramid.failure is not None or pyramid.is_finished:
                 continue
             try:
                 pyramid.build_strip()
             except Exception as error:  # noqa: BLE001 - the page shows it; the other samples continue
-                self._error_by_sample[key] = error
-            self._progress(*self.count_built_heads())
+                pyramid.failure = error
+            pyramids = list(self._levels_by_sample.values())
+            self._progress(sum(each.num_built_heads for each in pyramids), sum(each.num_heads for each in pyramids))
             return True
         return False
 
-    def count_built_heads(self) -> tuple[float, int]:
-        """Return (heads built, total heads) over all opened samples."""
-        pyramids = list(self._levels_by_sample.values())
-        return sum(each.num_built_heads for each in pyramids), sum(each.num_heads for each in pyramids)
 
-
-def describe_building_progress(pyramid: SampleMapLevels | None, failure: Exception | None = None) -> dict[str, Any]:
-    """Describe the progress of building a sample's levels, for the page."""
+def describe_building_progress(pyramid: SampleMapLevels | None) -> dict[str, Any]:
+    """Describe the progress of building a sample's levels, for the page; None for a sample without q and k."""
     if pyramid is None:
         return {"state": "none", "done": 0, "total": 0}
     done = round(pyramid.num_built_heads, 2)
     progress = {"state": "ready" if pyramid.is_finished else "building", "done": done, "total": pyramid.num_heads}
-    if failure is not None:
-        progress |= {"state": "none", "error": f"The coarse levels could not be built: {failure}"}
+    if pyramid.failure is not None:
+        progress |= {"state": "none", "error": f"The coarse levels could not be built: {pyramid.failure}"}
     return progress | {"inMemory": pyramid.has_levels_in_memory}

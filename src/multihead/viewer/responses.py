@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
-from multihead.errors import InputError
+from multihead.errors import InputError, MultiheadError
+from multihead.probes.blocks import CancelledError
 from multihead.viewer.page import STYLE_SHEETS, render_viewer_page
 from multihead.viewer.query_params import NotFoundError, NotReadyError
 from multihead.viewer.security import SECURITY_HEADERS, json_error_response
@@ -112,3 +113,12 @@ async def failure_response(request: Request, error: Exception) -> Response:
     return json_error_response(
         500, "The viewer failed on this request. Please report the error that its terminal shows.", SECURITY_HEADERS
     )
+
+
+EXCEPTION_HANDLERS: Mapping[Any, Any] = {
+    MultiheadError: error_response,
+    CancelledError: cancelled_response,
+    HTTPException: unknown_address_response,
+    Exception: failure_response,
+}
+"""Class of an exception -> the response to a request that raised it, for every application of the viewer."""

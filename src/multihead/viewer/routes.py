@@ -111,7 +111,8 @@ class Viewer(WebSite):
     async def send_sample(self, request: Request) -> Response:
         """Describe a sample and start building its coarse levels."""
         run, sample = self._requested_sample(request)
-        self._start_building_levels(run, sample)
+        if run.keeps_weights(sample):
+            self._start_building_levels(run, sample)
         if (run, sample) not in self._described:
             await self.compute_in_thread(request, self.slow_workers, lambda _: self._cached_description(run, sample))
         return json_response(self._described[run, sample])
@@ -125,8 +126,8 @@ class Viewer(WebSite):
     async def send_building_progress(self, request: Request) -> Response:
         """Return the progress of a sample's coarse levels."""
         run, sample = self._requested_sample(request)
-        pyramid = self._start_building_levels(run, sample)
-        return json_response(describe_building_progress(pyramid, self.builder.building_error((run, sample))))
+        pyramid = self._start_building_levels(run, sample) if run.keeps_weights(sample) else None
+        return json_response(describe_building_progress(pyramid))
 
     async def send_small_maps(self, request: Request) -> Response:
         """Return the small maps of all heads of a layer."""
@@ -165,7 +166,7 @@ class Viewer(WebSite):
         column = parse_number("column of tiles", params.get("column"), below=tiles_per_side(one.num_keys, level))
         sink = parse_flag("sink", params.get("sink"), default=True)
         if depth > FINEST_STORED_LEVEL:
-            self._require_levels(run, sample).move_heads_to_front((layer, head))
+            self._start_building_levels(run, sample).move_heads_to_front((layer, head))
 
         def compute_tile(is_cancelled: IsCancelled) -> Array:
             return self._tiles_of_head(run, sample, layer, head, is_cancelled)(level, row, column, sink=sink)
@@ -323,19 +324,12 @@ class Viewer(WebSite):
         layer, one = self._find_layer(run, sample, request.path_params["layer"])
         return run, sample, layer, parse_number("head", request.path_params["head"], below=one.num_heads), one
 
-    def _start_building_levels(self, run: RecordedRun, sample: int) -> SampleMapLevels | None:
-        """Return a sample's levels and start building them; None if q and k were not kept."""
-        if not run.keeps_weights(sample):
-            return None
+    def _start_building_levels(self, run: RecordedRun, sample: int) -> SampleMapLevels:
+        """Return the levels of a sample that kept q and k, and start building them."""
         pyramid = self.builder.queue_sample(
             (run, sample), lambda: SampleMapLevels(run.record, sample, run.levels_folder, self.memory_budget)
         )
         self.workers.announce_background_work()
-        return pyramid
-
-    def _require_levels(self, run: RecordedRun, sample: int) -> SampleMapLevels:
-        pyramid = self._start_building_levels(run, sample)
-        assert pyramid is not None  # not None, because callers check that q and k were kept
         return pyramid
 
     def _built_levels(self, run: RecordedRun, sample: int, layer: int, heads: Sequence[int]) -> LayerMapLevels:
@@ -345,13 +339,12 @@ class Viewer(WebSite):
             NotReadyError: the levels of one of the heads are not built yet.
             NotFoundError: they could not be built.
         """
-        pyramid = self._require_levels(run, sample)
+        pyramid = self._start_building_levels(run, sample)
         if all(pyramid.is_built(layer, head) for head in heads):
             return pyramid.levels_of_layer(layer)
-        failure = self.builder.building_error((run, sample))
-        if failure is not None:
+        if pyramid.failure is not None:
             raise NotFoundError(
-                f"The coarse levels could not be built: {failure}", "Zoom in: finer levels do not need them."
+                f"The coarse levels could not be built: {pyramid.failure}", "Zoom in: finer levels do not need them."
             )
         progress = describe_building_progress(pyramid)
         share = int(100 * progress["done"] / max(1, progress["total"]))

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import RedirectResponse
 from starlette.routing import Mount, Route
 
-from multihead.errors import InputError, MultiheadError
-from multihead.probes.blocks import CancelledError
-from multihead.viewer.responses import cancelled_response, error_response, failure_response, unknown_address_response
+from multihead.errors import InputError
+from multihead.viewer.responses import EXCEPTION_HANDLERS
 from multihead.viewer.security import AccessGuard, allowed_hosts
 
 if TYPE_CHECKING:
@@ -45,31 +43,12 @@ def build_application(site: WebSite, *, token: str, hosts: Collection[str]) -> S
     async def redirect_to_page(request: Request) -> Response:
         return RedirectResponse(f"/{token}/")
 
-    return _build_starlette_application(
-        site,
+    return Starlette(
         routes=[Route(f"/{token}", redirect_to_page), Mount(f"/{token}", routes=site.routes())],
         middleware=[Middleware(AccessGuard, token=token, hosts=hosts)],
         lifespan=close_site_at_end,
+        exception_handlers=EXCEPTION_HANDLERS,
     )
-
-
-def build_application_in_process(site: WebSite) -> Starlette:
-    """Build the application of a site without a port and without a token, for callers in this process."""
-    return _build_starlette_application(site, routes=site.routes())
-
-
-def _build_starlette_application(site: WebSite, **options: Any) -> Starlette:
-    made = Starlette(
-        exception_handlers={
-            MultiheadError: error_response,
-            CancelledError: cancelled_response,
-            HTTPException: unknown_address_response,
-            Exception: failure_response,
-        },
-        **options,
-    )
-    made.state.site = site
-    return made
 
 
 def serve(site: WebSite, *, token: str, port: int = 0, ready: Callable[[str], None] = lambda address: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Hashable
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from starlette.routing import Route
 
     from multihead.viewer.tiles import IsCancelled, WorkerThreads
+
+WriteLine = Callable[[dict[str, Any]], None]
+"""Function that writes a line of a streamed response, given as the content of a JSON object."""
 
 
 class WebSite(ABC):
@@ -48,10 +52,7 @@ class WebSite(ABC):
         return file_response(request.path_params["folder"], request.path_params["name"])
 
     async def compute_in_thread(
-        self,
-        request: Request,
-        workers: WorkerThreads,
-        compute: Callable[[IsCancelled], object],
+        self, request: Request, workers: WorkerThreads, compute: Callable[[IsCancelled], object]
     ) -> Any:
         """Run a computation in a worker thread; cancelled when the client disconnects or the server shuts down.
 
@@ -60,21 +61,19 @@ class WebSite(ABC):
         disconnected = asyncio.ensure_future(wait_for_disconnect(request))
         return await self._wait_for_job(workers, str(request.url), compute, disconnected)
 
-    async def stream(
-        self,
-        workers: WorkerThreads,
-        compute: Callable[[IsCancelled, Callable[[bytes], None]], object],
+    async def stream_lines(
+        self, workers: WorkerThreads, compute: Callable[[IsCancelled, WriteLine], object]
     ) -> AsyncIterator[bytes]:
-        """Yield the bytes that a computation in a worker thread writes with its second argument, as it writes them.
+        """Yield newline-delimited JSON: what a computation in a worker thread writes with its second argument.
 
         The computation is cancelled when this iterator is closed, which happens when the client of a streamed response
         disconnects.
         """
-        parts: asyncio.Queue[bytes | None] = asyncio.Queue()
+        lines: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def write(part: bytes | None) -> None:
-            loop.call_soon_threadsafe(parts.put_nowait, part)
+        def write(line: dict[str, Any] | None) -> None:
+            loop.call_soon_threadsafe(lines.put_nowait, line)
 
         def compute_and_end(is_cancelled: IsCancelled) -> None:
             try:
@@ -84,8 +83,8 @@ class WebSite(ABC):
 
         job = asyncio.ensure_future(self._wait_for_job(workers, object(), compute_and_end))
         try:
-            while (part := await parts.get()) is not None:
-                yield part
+            while (line := await lines.get()) is not None:
+                yield json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
             await job
         finally:
             job.cancel()

@@ -372,7 +372,7 @@ class Trial:
         self, run: TextRun, factors: HeadFactors, write: Callable[[list[str]], None], is_cancelled: IsCancelled
     ) -> list[str]:
         """Generate tokens greedily, write each as soon as it is known, and return them."""
-        streamer = _TokenWriter(self.loaded.tokenizer, run.batch["input_ids"][0].tolist(), write, is_cancelled)
+        streamer = _TokenWriter(self.loaded.tokenizer, write, is_cancelled)
         most = min(MAX_CONTINUATION_TOKENS, (self.loaded.max_tokens or MAX_TOKENS) - run.encoded_rows[0].ids.shape[1])
         if most < 1:
             return []
@@ -541,23 +541,21 @@ class _TokenWriter:
         tokens: the pieces of text that the generated tokens added so far.
     """
 
-    def __init__(
-        self, tokenizer: Any, prompt: list[int], write: Callable[[list[str]], None], is_cancelled: IsCancelled
-    ) -> None:
+    def __init__(self, tokenizer: Any, write: Callable[[list[str]], None], is_cancelled: IsCancelled) -> None:
         self.tokens: list[str] = []
-        self._tokenizer, self._write, self._cancelled = tokenizer, write, is_cancelled
-        self._ids, self._text = prompt, _decode(tokenizer, prompt)
-        self._is_prompt = True
+        self._tokenizer, self._write, self._is_cancelled = tokenizer, write, is_cancelled
+        self._ids: list[int] = []
+        self._text = ""
 
     def put(self, value: Tensor) -> None:
         """Receive the prompt, and then each token."""
-        if self._is_prompt:
-            self._is_prompt = False
-            return
-        raise_if_cancelled(self._cancelled)
-        self._ids = [*self._ids, *value.flatten().tolist()]
-        # an incomplete character is written when its other tokens arrive
-        if not _decode(self._tokenizer, self._ids).endswith("\ufffd"):
+        raise_if_cancelled(self._is_cancelled)
+        is_prompt = not self._ids
+        self._ids += value.flatten().tolist()
+        text = _decode(self._tokenizer, self._ids)
+        if is_prompt:
+            self._text = text
+        elif not text.endswith("\ufffd"):  # an incomplete character is written when its other tokens arrive
             self._write_new_text()
 
     def end(self) -> None:
@@ -675,11 +673,9 @@ def _distances_between_maps(
         if layer.number <= first or layer.name not in known:
             continue
         raise_if_cancelled(is_cancelled)
-        pairs = list(zip(layer.samples, known[layer.name].samples, strict=True))
-        sums = sum(
-            (_mean_distance_between_maps(*pair) for pair in pairs), torch.zeros(layer.num_heads, dtype=torch.float64)
-        )
-        found.append((layer.number, (sums / len(pairs)).tolist()))
+        pairs = zip(layer.samples, known[layer.name].samples, strict=True)
+        distances = torch.stack([_mean_distance_between_maps(*pair) for pair in pairs])
+        found.append((layer.number, distances.mean(0).tolist()))
     return found
 
 

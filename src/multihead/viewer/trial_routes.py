@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +12,15 @@ from multihead.locale.texts import check_language
 from multihead.viewer.query_params import parse_number
 from multihead.viewer.responses import floats_response, page_response
 from multihead.viewer.security import json_response
-from multihead.viewer.site import WebSite
+from multihead.viewer.site import WebSite, WriteLine
 from multihead.viewer.tiles import IsCancelled, WorkerThreads
 from multihead.viewer.trial import MAX_TOKENS, TextRun, Trial, parse_head_factors
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+
+    from multihead.viewer.levels import Array
 
 
 class TrialSite(WebSite):
@@ -59,7 +60,7 @@ class TrialSite(WebSite):
     async def send_text(self, request: Request) -> Response:
         """Read a text with all heads on."""
         lang = self._requested_language(request)
-        return await self._json_about_text(request, lambda run, _: self.trial.describe_text(run, lang))
+        return json_response(await self._compute_on_text(request, lambda run, _: self.trial.describe_text(run, lang)))
 
     async def send_change(self, request: Request) -> Response:
         """Compare the model with some heads off with the model as it is."""
@@ -69,7 +70,7 @@ class TrialSite(WebSite):
         def compare(run: TextRun, is_cancelled: IsCancelled) -> dict[str, Any]:
             return self.trial.change_heads(run, factors, place, is_cancelled, lang=lang)
 
-        return await self._json_about_text(request, compare)
+        return json_response(await self._compute_on_text(request, compare))
 
     async def send_maps(self, request: Request) -> Response:
         """Return a head's map before and after a change."""
@@ -80,67 +81,55 @@ class TrialSite(WebSite):
             for name, default in (("layer", None), ("head", None), ("sentence", 0))
         )
 
-        def compute_maps(is_cancelled: IsCancelled) -> Any:
-            run = self.trial.read_text(params.get("text", ""), is_cancelled)
+        def compute_maps(run: TextRun, is_cancelled: IsCancelled) -> Array:
             return self.trial.maps_before_and_after(run, factors, layer, head, row, is_cancelled)
 
-        return floats_response(await self.compute_in_thread(request, self.model_thread, compute_maps))
+        return floats_response(await self._compute_on_text(request, compute_maps))
 
     async def send_sweep(self, request: Request) -> Response:
         """Switch off every head once, and write a line for each layer as soon as it is done."""
         place = _requested_token(request)
-        run = await self._read_requested_text(request)
+        run = await self._compute_on_text(request)
 
-        def write_layers(is_cancelled: IsCancelled, write: Callable[[bytes], None]) -> None:
+        def write_layers(is_cancelled: IsCancelled, write: WriteLine) -> None:
             for line in self.trial.sweep(run, place, is_cancelled):
-                write(_json_line(line))
+                write(line)
 
-        return _lines_response(self.stream(self.model_thread, write_layers))
+        return _lines_response(self.stream_lines(self.model_thread, write_layers))
 
     async def send_continuation(self, request: Request) -> Response:
         """Continue the text with all heads on and with some off, and write each token as soon as it is known."""
         factors = parse_head_factors(request.query_params.get("heads", ""))
-        run = await self._read_requested_text(request)
+        run = await self._compute_on_text(request)
         self.trial.check_continuation(run, factors)  # raises errors before the streamed response begins
 
-        def write_tokens(is_cancelled: IsCancelled, write: Callable[[bytes], None]) -> None:
-            self.trial.continue_text(run, factors, lambda side, tokens: write(_json_line({side: tokens})), is_cancelled)
-            write(_json_line({"done": True}))
+        def write_tokens(is_cancelled: IsCancelled, write: WriteLine) -> None:
+            self.trial.continue_text(run, factors, lambda side, tokens: write({side: tokens}), is_cancelled)
+            write({"done": True})
 
-        return _lines_response(self.stream(self.model_thread, write_tokens))
+        return _lines_response(self.stream_lines(self.model_thread, write_tokens))
 
     def _requested_language(self, request: Request) -> str:
         lang = request.query_params.get("lang", self.lang)
         check_language(lang)
         return lang
 
-    async def _json_about_text(self, request: Request, describe: Callable[[TextRun, IsCancelled], object]) -> Response:
-        """Run the model on the requested text, and return the result of `describe` as JSON."""
+    async def _compute_on_text(
+        self, request: Request, compute: Callable[[TextRun, IsCancelled], object] = lambda run, _: run
+    ) -> Any:
+        """Let the model read the requested text, and return the result of `compute` on it: by default what it read."""
         text = request.query_params.get("text", "")
-        return json_response(
-            await self.compute_in_thread(
-                request,
-                self.model_thread,
-                lambda is_cancelled: describe(self.trial.read_text(text, is_cancelled), is_cancelled),
-            )
+        return await self.compute_in_thread(
+            request,
+            self.model_thread,
+            lambda is_cancelled: compute(self.trial.read_text(text, is_cancelled), is_cancelled),
         )
-
-    async def _read_requested_text(self, request: Request) -> TextRun:
-        text = request.query_params.get("text", "")
-        run: TextRun = await self.compute_in_thread(
-            request, self.model_thread, lambda is_cancelled: self.trial.read_text(text, is_cancelled)
-        )
-        return run
 
 
 def _requested_token(request: Request) -> int | None:
     """Return the index of the chosen token; None for the last one."""
     given = request.query_params.get("at")
     return None if given is None else parse_number("token", given, below=MAX_TOKENS)
-
-
-def _json_line(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def _lines_response(lines: AsyncIterator[bytes]) -> Response:

@@ -12,12 +12,14 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from starlette.applications import Starlette
+
+from multihead.viewer.responses import EXCEPTION_HANDLERS
 from multihead.viewer.routes import Viewer
-from multihead.viewer.server import build_application_in_process
 
 if TYPE_CHECKING:
     from multihead.viewer.payload import RecordedRun
@@ -46,7 +48,7 @@ class InProcessServer:
 
     def __init__(self, runs: Sequence[RecordedRun], lang: str) -> None:
         viewer = Viewer(runs, lang=lang, progress=lambda done, total: None)
-        self._app = build_application_in_process(viewer)
+        self._app = Starlette(routes=viewer.routes(), exception_handlers=EXCEPTION_HANDLERS)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=_run_loop, args=(self._loop,), name="multihead widget", daemon=True).start()
         weakref.finalize(self, _stop_loop, viewer, self._loop).atexit = False
@@ -58,9 +60,7 @@ class InProcessServer:
             path: the address relative to the page, such as "api/view".
             send: called with each part of the answer, in the thread of this object.
         """
-        pending = asyncio.run_coroutine_threadsafe(self._answer(path, send), self._loop)
-        pending.add_done_callback(_print_failure)
-        return pending
+        return asyncio.run_coroutine_threadsafe(self._answer(path, send), self._loop)
 
     async def _answer(self, path: str, send: SendPart) -> None:
         address, _, query = path.partition("?")
@@ -76,16 +76,10 @@ class InProcessServer:
             "root_path": "",
             "headers": [],
         }
-        received = False
+        received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()  # without an end: a page that no longer waits cancels
+        received.put_nowait({"type": "http.request", "body": b"", "more_body": False})
         head: dict[str, Any] = {}
         body = bytearray()
-
-        async def receive() -> dict[str, Any]:
-            nonlocal received
-            if received:
-                await asyncio.Event().wait()  # never returns: a page that no longer waits cancels the whole task
-            received = True
-            return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send_part(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -100,7 +94,11 @@ class InProcessServer:
             if not message.get("more_body", False):
                 send({**head, "last": True}, bytes(body))
 
-        await self._app(scope, receive, send_part)
+        try:
+            await self._app(scope, received.get, send_part)
+        except Exception:
+            traceback.print_exc()  # the page shows only that the viewer failed
+            raise
 
 
 _SHARED_SERVERS: weakref.WeakValueDictionary[tuple[object, ...], InProcessServer] = weakref.WeakValueDictionary()
@@ -126,12 +124,3 @@ def _stop_loop(viewer: Viewer, loop: asyncio.AbstractEventLoop) -> None:
     loop.call_soon_threadsafe(loop.stop)
     # In a separate thread, because the current thread may be a worker, which cannot wait for itself.
     threading.Thread(target=viewer.close, name="multihead widget closing", daemon=True).start()
-
-
-def _print_failure(pending: Future[None]) -> None:
-    try:
-        pending.result()
-    except CancelledError:
-        return
-    except Exception:  # noqa: BLE001 - the page shows that the viewer failed; this is the reason
-        traceback.print_exc()

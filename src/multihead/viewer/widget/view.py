@@ -110,11 +110,10 @@ class View(anywidget.AnyWidget):
         self._mark = secrets.token_hex(8)
         runs = [RecordedRun(name, record) for name, record in zip(_names_of_records(records), records, strict=True)]
         self._server = shared_server(runs, lang)
-        texts = {**section(lang, "common", "page", "viewer"), "silent": text("widget.silent", lang)}
         page = {
             "html": markup_of_page(lang),
             "css": stylesheet(),
-            "texts": texts,
+            "texts": {**section(lang, "common", "page", "viewer"), "silent": text("widget.silent", lang)},
             "lang": "zh-CN" if lang == "zh" else lang,
             "height": height,
             "mark": self._mark,
@@ -149,7 +148,7 @@ class View(anywidget.AnyWidget):
 
     @traitlets.validate("selection")
     def _valid_selection(self, proposal: dict[str, Any]) -> Selection | None:
-        chosen = proposal["value"]
+        chosen: Selection | None = proposal["value"]
         if chosen is None:
             return None
         layer = self._records[0][chosen.layer]
@@ -158,13 +157,10 @@ class View(anywidget.AnyWidget):
                 f"There is no head {chosen.head} in layer {chosen.layer}.", f"Give 0 to {layer.num_heads - 1}."
             )
         one = layer.sample()
-        query = None if chosen.query is None else min(max(0, chosen.query), one.num_queries - 1)
-        return Selection(
-            chosen.layer,
-            chosen.head,
-            _checked_slice("queries", chosen.queries, one.num_queries),
-            _checked_slice("keys", chosen.keys, one.num_keys),
-            query,
+        return chosen._replace(
+            queries=_checked_slice("queries", chosen.queries, one.num_queries),
+            keys=_checked_slice("keys", chosen.keys, one.num_keys),
+            query=None if chosen.query is None else min(max(0, chosen.query), one.num_queries - 1),
         )
 
     def __setattr__(self, name: str, value: object) -> None:
