@@ -86,32 +86,41 @@ class _PreviousCall:
     """State of a layer's previous call, used to detect that the next call continues it (cached decoding).
 
     Attributes:
+        layer: the record of the layer.
+        offset: position of the first key in the sequence, an int or (batch,).
         batch_size: number of samples.
         query_stop: position after the last query, in the sequence.
         key_length: number of keys.
         edge_keys: (2, batch_size, kv_heads, head_dim), the first key, and the key of the last query (in cross-attention
             the last key) of the call; None if a cache of this library links the calls, and for packed samples.
         cross_attention: whether the keys come from another sequence than the queries.
+        is_first: whether the call is the first one of its samples.
         is_further_window: whether the call computes a further window of the samples of the call before it.
+        windows: how many consecutive rows of the batch are windows of one sample.
         samples: returns the records of the samples.
-        key_starts: returns the position of each sample's first key in the sequence, (samples,) int64; None before the
-            call is recorded.
+        key_starts: returns the position of each sample's first key in the sequence, (samples,) int64.
         num_keys: returns the number of keys of each sample in its windows so far, (samples,) int64; (1,) before the
             first window.
     """
 
+    layer: LayerRecord
+    offset: int | Tensor
     batch_size: int
     query_stop: int
     key_length: int
     edge_keys: Tensor | None
     cross_attention: bool = False
+    is_first: bool = True
     is_further_window: bool = False
+    windows: int = 1
     samples: Callable[[], list[SampleRecord]] = list
-    key_starts: Callable[[], Tensor] | None = None
+    key_starts: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
     num_keys: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
 
     @staticmethod
-    def from_call(call: AttentionCall, offset: int | Tensor, *, cross_attention: bool) -> _PreviousCall:
+    def from_call(
+        call: AttentionCall, layer: LayerRecord, offset: int | Tensor, *, cross_attention: bool
+    ) -> _PreviousCall:
         """Create the state after a call whose first key has the position `offset` in the sequence."""
         request, shape = call.request, call.request.shape
         stop, edge = 0, None
@@ -121,7 +130,8 @@ class _PreviousCall:
             if shape.key_length and request.packed_lengths is None:  # no call continues packed samples
                 last = -1 if cross_attention else min(stop - int(offset), shape.key_length) - 1
                 edge = torch.stack([request.k[:, :, 0], request.k[:, :, last]]).detach()
-        return _PreviousCall(shape.batch, stop, shape.key_length, edge, cross_attention)
+        own_offset = offset.clone() if isinstance(offset, Tensor) else offset  # a cache may overwrite its tensor
+        return _PreviousCall(layer, own_offset, shape.batch, stop, shape.key_length, edge, cross_attention)
 
 
 @dataclass(eq=False)
@@ -201,13 +211,14 @@ class Recorder:
                 start = continued.first_query
             if isinstance(start, Tensor) or start != request.query_start:
                 call = AttentionCall(replace(request, query_start=start), drop_position_parts(call.result))
-        state = _PreviousCall.from_call(call, offset, cross_attention=cross_attention)
+        state = _PreviousCall.from_call(call, layer, offset, cross_attention=cross_attention)
         if previous is not None:
-            state.samples, state.key_starts, state.is_further_window = previous.samples, previous.key_starts, window
+            state.is_first, state.is_further_window = False, window
+            state.samples, state.key_starts = previous.samples, previous.key_starts
             state.num_keys = previous.num_keys if window else state.num_keys
-        self._previous_calls[text] = state
         if is_selected:
-            self._add_call(call, layer, state, offset)
+            self._add_call(call, state)
+        self._previous_calls[text] = state
 
     def _record_of_layer(self, name: str, request: AttentionRequest) -> LayerRecord:
         """Return the record of a layer; at the layer's first call, create it."""
@@ -244,48 +255,29 @@ class Recorder:
             return False
         return torch.equal(request.k[:, :, index], previous.edge_keys[1])
 
-    def _add_call(self, call: AttentionCall, layer: LayerRecord, state: _PreviousCall, offset: int | Tensor) -> None:
+    def _add_call(self, call: AttentionCall, state: _PreviousCall) -> None:
         """Measure a call, all samples at once if possible, and add it to the record."""
-        request, summary = call.request, layer.running_summary
+        request, summary = call.request, state.layer.running_summary
         sample_spans = self._find_samples(request)
         ids = self._ids_of_call(request, sample_spans, cross_attention=state.cross_attention)
-        windows = 1 if state.cross_attention else self._windows_per_sample(request)
         if summary is not None and summary.takes_batches:
             measured = self.measurer.measure_whole_batch(call, sample_spans, ids)
             levels = self._measure_chance_levels(call, sample_spans, ids)
             measured = {name: each._replace(chance=levels.get(name)) for name, each in measured.items()}
             summary.add(measured, samples=len(sample_spans.spans))
-            self.record.add(layer, ())
+            self.record.add(state.layer, ())
             return
-        first = state.key_starts is None
-        if state.key_starts is None:
-            # Copied because a cache may overwrite its tensor of offsets.
-            own_offset = offset.clone() if isinstance(offset, Tensor) else offset
-            state.key_starts = cache(partial(sample_spans.key_starts, own_offset))
-        before = state.num_keys
+        if not (
+            state.cross_attention or request.packed_lengths is not None or request.position_in_sequence is not None
+        ):
+            name = self.measurer.module_name(request)
+            state.windows = self.inputs.rows_per_sample(name, request.shape.batch)
+        before, windows = state.num_keys, state.windows
         state.num_keys = cache(lambda: before() + sample_spans.key_lengths(windows).sum(1))
-        if first and self._add_first_call(call, layer, state, sample_spans, ids, windows):
-            return
-        starts = sample_spans.key_starts(offset) - state.key_starts()
-        if state.is_further_window or windows > 1:  # the keys of a window follow the keys of the previous window
-            lengths = sample_spans.key_lengths(windows)
-            starts = (before()[:, None] + lengths.cumsum(1) - lengths).flatten()
-        samples = state.samples()
-        state.samples = lambda: samples
-        self.record.add(layer, ())
-        for index, (span, key_start) in enumerate(zip(sample_spans.spans, starts.tolist(), strict=True)):
-            sample, is_window = samples[index // windows], state.is_further_window or index % windows > 0
-            if not first:
-                ids.append_to_sample(sample, span, index, key_start - span.keys[0])
-            alone, start = slice_call(call, span), 0 if request.packed_lengths is not None else key_start
-            if not is_window:
-                alone, start = restore_dropped_keys(alone, start)
-            if sample_spans.real_queries is not None:
-                alone = hide_padding_queries(alone, sample_spans.real_queries[span.sample, slice(*span.queries)])
-            self._add_sample(
-                layer, sample, alone, start, caller=request.known_origin.layer, first=first, is_window=is_window
-            )
-            self.record.add(layer, [sample])  # one call
+        if state.is_first:
+            state.key_starts = cache(partial(sample_spans.key_starts, state.offset))
+        if not (state.is_first and self._add_first_call(call, state, sample_spans, ids)):
+            self._add_samples(call, state, sample_spans, ids)
 
     def _measure_chance_levels(
         self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds
@@ -303,16 +295,10 @@ class Recorder:
         return self._chance_levels[key]
 
     def _add_first_call(
-        self,
-        call: AttentionCall,
-        layer: LayerRecord,
-        state: _PreviousCall,
-        sample_spans: SampleSpans,
-        ids: CallTokenIds,
-        windows: int,
+        self, call: AttentionCall, state: _PreviousCall, sample_spans: SampleSpans, ids: CallTokenIds
     ) -> bool:
         """Create the samples of a call; return True if the whole batch could be measured and recorded at once."""
-        summary = layer.running_summary
+        layer, summary, windows = state.layer, state.layer.running_summary, state.windows
         new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
         parts = self._parts_of_batch(call, sample_spans, ids)
         if parts is None:
@@ -350,11 +336,6 @@ class Recorder:
             self.record.add(layer, ())
         return True
 
-    def _windows_per_sample(self, request: AttentionRequest) -> int:
-        """Return how many consecutive rows of a call's batch are windows of one sample."""
-        one_each = request.packed_lengths is not None or request.position_in_sequence is not None
-        return 1 if one_each else self.inputs.rows_per_sample(self.measurer.module_name(request), request.shape.batch)
-
     def _add_queries_of_rank(self, call: AttentionCall, sequence: SequenceSplit, layer: LayerRecord) -> None:
         """Add the queries of this rank for a sequence that is split over ranks; each call creates new samples."""
         request, result = call.request, call.result
@@ -383,14 +364,14 @@ class Recorder:
             )
             sample = self._sample_factory(layer.name)()
             if sequence.rank_and_world_size[1] > 1:
-                sample.split = TokensOfRank(*(tuple(dict(tokens)) for tokens in (queries, own_keys)))
+                sample.split = TokensOfRank(*(tuple(place for place, _ in tokens) for tokens in (queries, own_keys)))
             ids.append_to_sample(sample, span, index, -span.keys[0])
             sample.segments = [Segment(replace(slice_request(bare, span, packed=False), sinks=bare.sinks))]
             rows, columns = ([indices for _, indices in tokens] for tokens in (queries, own_keys))
             sample.calls = [((0, sample.num_queries), (0, span.keys[1] - span.keys[0]))]
             sample.logsumexp.add(_slice_rows(result.logsumexp, span, rows).to(device))
             attended = AttentionCall(whole, replace(result, statistics=parts))
-            sample.set_statistics(self._measure_queries_of_rank(attended, span, queries, sample, probes))
+            sample.set_statistics(self._measure_queries_of_rank(attended, span, queries, sample))
             if self._keeps_qk:
                 sample.q = ChunkedRows(2, [copy_contiguous(_slice_rows(request.q, span, rows), device)])
                 sample.k = ChunkedRows(2, [copy_contiguous(_slice_rows(request.k, span, columns), device)])
@@ -424,12 +405,7 @@ class Recorder:
         return (*self.measurer.probes, *more)
 
     def _measure_queries_of_rank(
-        self,
-        call: AttentionCall,
-        span: SampleSpan,
-        queries: TokensOnRank,
-        sample: SampleRecord,
-        probes: tuple[Probe, ...],
+        self, call: AttentionCall, span: SampleSpan, queries: TokensOnRank, sample: SampleRecord
     ) -> dict[str, Tensor]:
         """Measure a sample's queries of this rank, in a call that has the keys and values of all ranks.
 
@@ -456,7 +432,7 @@ class Recorder:
             )
             context = self._context_of_probes(sample, part.shape, 0, request.known_origin.layer, first=True)
             context = replace(context, first_key=first_key)
-            possible = possible_probes(probes, part, context)
+            possible = possible_probes(self._probes_of_rank(), part, context)
             found.append(complete_statistics(part, own.logsumexp, possible, context, parts=own.statistics, result=own))
         joined = {}
         for name in found[0]:
@@ -539,10 +515,9 @@ class Recorder:
             known.add("sinks")
         if ids.queries is not None or ids.keys is not None:
             known |= {"ids", "special_keys"} if self.measurer.special_ids else {"ids"}
+        unmeasured = TOKEN_MATCH_PARTS if ids.cross_attention else frozenset[PartName]()
         parts = parts_of_probes(
-            probe
-            for probe in self.measurer.probes
-            if probe.needs <= known and not (ids.cross_attention and probe.parts & TOKEN_MATCH_PARTS)
+            probe for probe in self.measurer.probes if probe.needs <= known and not probe.parts & unmeasured
         )
         if parts & left_out:
             return None
@@ -554,48 +529,54 @@ class Recorder:
             measured = {**measured, **more}
         return measured
 
-    def _add_sample(
-        self,
-        layer: LayerRecord,
-        sample: SampleRecord,
-        call: AttentionCall,
-        key_start: int,
-        *,
-        caller: nn.Module,
-        first: bool,
-        is_window: bool,
+    def _add_samples(
+        self, call: AttentionCall, state: _PreviousCall, sample_spans: SampleSpans, ids: CallTokenIds
     ) -> None:
-        """Measure a call of one sample, and append it to the sample; `key_start` is the index of its first key there.
+        """Measure the samples of a call one by one, and append the call to each.
 
-        A further window of a sample (`is_window`) is measured without the keys of earlier windows.
+        A further window of a sample is measured without the keys of earlier windows.
         """
-        start, shape = 0 if is_window else key_start, call.request.shape
-        context = self._context_of_probes(sample, shape, start, caller, first=first or is_window)
+        request, device = call.request, self._device_of_record(call.request)
+        layer, windows = state.layer, state.windows
+        starts = sample_spans.key_starts(state.offset) - state.key_starts()
+        if state.is_further_window or windows > 1:  # the keys of a window follow the keys of the previous window
+            starts = (state.num_keys()[:, None] - sample_spans.key_lengths(windows).flip(1).cumsum(1).flip(1)).flatten()
         # In cross-attention tokens of keys are not compared with the token of the query.
-        probes = [
-            probe for probe in self.measurer.probes if not (sample.cross_attention and probe.parts & TOKEN_MATCH_PARTS)
-        ]
-        found = statistics_of_call(call, probes, context)
-        device = self._device_of_record(call.request)
-        request = replace(
-            self._request_without_tensors(call.request, device), query_start=int(call.request.query_start)
-        )
-        if sample.k is not None:
-            append_new_keys(sample.k, call.request.k, start=key_start, device=device)
-        target = sample
-        if layer.running_summary is not None:  # only token ids are kept for the next call
-            target = replace(
-                self._sample_factory(sample.name, cross_attention=sample.cross_attention)(),
-                growing_key_text=sample.growing_key_text,
+        left_out = TOKEN_MATCH_PARTS if state.cross_attention else frozenset[PartName]()
+        probes = [probe for probe in self.measurer.probes if not probe.parts & left_out]
+        samples = state.samples()
+        state.samples = lambda: samples
+        self.record.add(layer, ())
+        for index, (span, key_start) in enumerate(zip(sample_spans.spans, starts.tolist(), strict=True)):
+            sample, is_window = samples[index // windows], state.is_further_window or index % windows > 0
+            if not state.is_first:
+                ids.append_to_sample(sample, span, index, key_start - span.keys[0])
+            alone, start = slice_call(call, span), 0 if request.packed_lengths is not None else key_start
+            if not is_window:
+                alone, start = restore_dropped_keys(alone, start)
+            if sample_spans.real_queries is not None:
+                alone = hide_padding_queries(alone, sample_spans.real_queries[span.sample, slice(*span.queries)])
+            shape, before = alone.request.shape, 0 if is_window else start
+            own_first = state.is_first or is_window
+            context = self._context_of_probes(sample, shape, before, request.known_origin.layer, first=own_first)
+            found = statistics_of_call(alone, probes, context)
+            if sample.k is not None:
+                append_new_keys(sample.k, alone.request.k, start=start, device=device)
+            target = sample
+            if layer.running_summary is not None:  # only token ids are kept for the next call
+                target = replace(
+                    self._sample_factory(sample.name, cross_attention=sample.cross_attention)(),
+                    growing_key_text=sample.growing_key_text,
+                )
+            target.append_call(
+                Segment(self._request_without_tensors(alone.request, device), start, is_window=is_window),
+                copy_contiguous(alone.result.logsumexp, device),
+                {name: value[0].cpu() for name, value in found.items()},
+                None if sample.q is None else copy_contiguous(alone.request.q, device),
             )
-        target.append_call(
-            Segment(request, key_start, is_window=is_window),
-            copy_contiguous(call.result.logsumexp, device),
-            {name: value[0].cpu() for name, value in found.items()},
-            None if sample.q is None else copy_contiguous(call.request.q, device),
-        )
-        if layer.running_summary is not None:
-            layer.running_summary.add(target.measured(), samples=int(first and not is_window))
+            if layer.running_summary is not None:
+                layer.running_summary.add(target.measured(), samples=int(state.is_first and not is_window))
+            self.record.add(layer, [sample])  # one call
 
     def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a copy of a request without q, k, v and the origin, on the device of the record."""
