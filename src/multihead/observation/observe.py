@@ -88,9 +88,8 @@ def observe(
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
     check_kinds((*KINDS, *kinds))
-    chosen = default_probes() if probes is None else resolve_probes(probes)
-    if kinds:
-        chosen = resolve_probes((*chosen, *probes_of(kinds)))
+    asked = default_probes() if probes is None else resolve_probes(probes)
+    chosen = resolve_probes((*asked, *probes_of(kinds)))
     _check_options(model, keep, map_size, map_pool, chosen)
     root = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
     names = module_names(root)

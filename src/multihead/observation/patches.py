@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -28,7 +27,7 @@ def text_of_patches(model: nn.Module, layer: str) -> Text | None:
     >>> text.tokens, text.patches
     (['[CLS]', 'r1 c1', 'r1 c2', 'r2 c1', 'r2 c2'], (2, 2))
     """
-    around = list(_modules_around(model, layer))
+    around = _modules_around(model, layer)
     config = next((each.config for each in around if hasattr(each, "config")), None)
     image, patch = _height_and_width(config, "image_size"), _height_and_width(config, "patch_size")
     if image is None or patch is None or getattr(config, "model_type", None) == _MODEL_WITH_CLASS_TOKEN_LAST:
@@ -44,14 +43,11 @@ def text_of_patches(model: nn.Module, layer: str) -> Text | None:
     )
 
 
-def _modules_around(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    """Yield a module of a model by its name, if there is one, and the modules around it, the innermost first."""
-    parts = name.split(".")
-    known = dict(model.named_modules())
-    for length in range(len(parts), -1, -1):
-        found = known.get(".".join(parts[:length]))
-        if found is not None:
-            yield found
+def _modules_around(model: nn.Module, name: str) -> list[nn.Module]:
+    """Return a module of a model by its name, if there is one, and the modules around it, the innermost first."""
+    parts, known = name.split("."), dict(model.named_modules())
+    names = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
+    return [known[each] for each in names if each in known]
 
 
 def _height_and_width(config: Any, name: str) -> tuple[int, int] | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any, Literal
@@ -625,9 +624,8 @@ class Record:
         """
         from multihead.parallel.exchange import Ranks, gather_objects
 
-        layers = [copy(layer) for layer in self.layers]
-        for layer in layers:
-            layer.own_kinds = ()  # the functions of user-defined kinds may not be importable in another process
+        # The functions of user-defined kinds may not be importable in another process.
+        layers = [replace(layer, own_kinds=()) for layer in self.layers]
         shown = {name: each.without_function() for name, each in self.statistics.items()}
         found = gather_objects(
             self._record_parts._replace(layers=layers, statistics=shown), Ranks.of_mesh(group), to=to

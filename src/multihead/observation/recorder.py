@@ -71,9 +71,6 @@ from multihead.scores.bias import values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
-RunningSummaryFactory: TypeAlias = Callable[[str, int], RunningSummary]
-"""Function (name of a layer, number of heads) -> the layer's empty running sums."""
-
 TokensOnRank: TypeAlias = list[tuple[tuple[int, int], slice]]
 """Tokens of this rank in a range of a split sequence: positions in the range, [first, stop); indices on the rank."""
 
@@ -88,10 +85,9 @@ class _PreviousCall:
     Attributes:
         layer: the record of the layer.
         offset: position of the first key in the sequence, an int or (batch,).
-        batch_size: number of samples.
         query_stop: position after the last query, in the sequence.
         key_length: number of keys.
-        edge_keys: (2, batch_size, kv_heads, head_dim), the first key, and the key of the last query (in cross-attention
+        edge_keys: (2, batch, kv_heads, head_dim), the first key, and the key of the last query (in cross-attention
             the last key) of the call; None if a cache of this library links the calls, and for packed samples.
         cross_attention: whether the keys come from another sequence than the queries.
         is_first: whether the call is the first one of its samples.
@@ -105,7 +101,6 @@ class _PreviousCall:
 
     layer: LayerRecord
     offset: int | Tensor
-    batch_size: int
     query_stop: int
     key_length: int
     edge_keys: Tensor | None
@@ -131,7 +126,7 @@ class _PreviousCall:
                 last = -1 if cross_attention else min(stop - int(offset), shape.key_length) - 1
                 edge = torch.stack([request.k[:, :, 0], request.k[:, :, last]]).detach()
         own_offset = offset.clone() if isinstance(offset, Tensor) else offset  # a cache may overwrite its tensor
-        return _PreviousCall(layer, own_offset, shape.batch, stop, shape.key_length, edge, cross_attention)
+        return _PreviousCall(layer, own_offset, stop, shape.key_length, edge, cross_attention)
 
 
 @dataclass(eq=False)
@@ -143,7 +138,8 @@ class Recorder:
     layer_filter: LayerFilter | None  # None records all layers
     keep: Keep
     measurer: StatisticsMeasurer
-    new_running_summary: RunningSummaryFactory = lambda _, num_heads: RunningSummary(num_heads)  # with keep="summary"
+    # (name of a layer, number of heads) -> the layer's empty running sums, if `keep` is "summary"
+    new_running_summary: Callable[[str, int], RunningSummary] = lambda _, num_heads: RunningSummary(num_heads)
     requested_statistics: frozenset[PartName] = field(init=False)
     _counting_rules: dict[str, str] = field(init=False)  # `Probe.counted` of statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
@@ -243,17 +239,15 @@ class Recorder:
             return False
         if request.packed_lengths is not None or previous.edge_keys is None or not request.shape.key_length:
             return False
-        if request.shape.batch != previous.batch_size or request.k.shape[1::2] != previous.edge_keys.shape[2:]:
-            return False
         first, keys = request.k[:, :, 0], request.shape.key_length
+        if first.shape != previous.edge_keys.shape[1:]:
+            return False
         if cross_attention:
             same = keys == previous.key_length and (self._pass_continues_cache or request.shape.query_length == 1)
             return same and torch.equal(torch.stack([first, request.k[:, :, -1]]), previous.edge_keys)
-        begin = offset + request.query_start
-        index = begin - 1 - offset
-        if begin != previous.query_stop or not 0 <= index < keys:
-            return False
-        return torch.equal(request.k[:, :, index], previous.edge_keys[1])
+        last = request.query_start - 1  # the key of the previous call's last query
+        adjoins = offset + request.query_start == previous.query_stop and 0 <= last < keys
+        return adjoins and torch.equal(request.k[:, :, last], previous.edge_keys[1])
 
     def _add_call(self, call: AttentionCall, state: _PreviousCall) -> None:
         """Measure a call, all samples at once if possible, and add it to the record."""
@@ -267,9 +261,8 @@ class Recorder:
             summary.add(measured, samples=len(sample_spans.spans))
             self.record.add(state.layer, ())
             return
-        if not (
-            state.cross_attention or request.packed_lengths is not None or request.position_in_sequence is not None
-        ):
+        without_windows = request.packed_lengths is not None or request.position_in_sequence is not None
+        if not (without_windows or state.cross_attention):
             name = self.measurer.module_name(request)
             state.windows = self.inputs.rows_per_sample(name, request.shape.batch)
         before, windows = state.num_keys, state.windows
@@ -544,6 +537,7 @@ class Recorder:
         # In cross-attention tokens of keys are not compared with the token of the query.
         left_out = TOKEN_MATCH_PARTS if state.cross_attention else frozenset[PartName]()
         probes = [probe for probe in self.measurer.probes if not probe.parts & left_out]
+        new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
         samples = state.samples()
         state.samples = lambda: samples
         self.record.add(layer, ())
@@ -564,10 +558,7 @@ class Recorder:
                 append_new_keys(sample.k, alone.request.k, start=start, device=device)
             target = sample
             if layer.running_summary is not None:  # only token ids are kept for the next call
-                target = replace(
-                    self._sample_factory(sample.name, cross_attention=sample.cross_attention)(),
-                    growing_key_text=sample.growing_key_text,
-                )
+                target = replace(new_sample(), growing_key_text=sample.growing_key_text)
             target.append_call(
                 Segment(self._request_without_tensors(alone.request, device), start, is_window=is_window),
                 copy_contiguous(alone.result.logsumexp, device),
@@ -660,10 +651,8 @@ def _slice_rows(tensor: Tensor, span: SampleSpan, rows: list[slice]) -> Tensor:
 
 def _rank_part_of_layer(request: AttentionRequest, sequence: SequenceSplit | None) -> LayerPartOfRank | None:
     """Return which heads and tokens of a layer this process computes; None if it computes all."""
-    held = rank_heads(request.known_origin.layer, request.shape.head_dim)
-    rank, ranks = (0, 1) if sequence is None else sequence.rank_and_world_size
-    if held is None:
-        heads, kv_heads = request.shape.num_heads, request.shape.num_kv_heads
-        held = RankHeads((0, heads), heads, (0, kv_heads), kv_heads)
-    split = LayerPartOfRank(*held, rank, ranks)
+    shape, place = request.shape, (0, 1) if sequence is None else sequence.rank_and_world_size
+    held = rank_heads(request.known_origin.layer, shape.head_dim)
+    held = RankHeads.of_rank(0, 1, shape.num_heads, shape.num_kv_heads) if held is None else held
+    split = LayerPartOfRank(*held, *place)
     return None if split.is_whole else split

@@ -55,7 +55,7 @@ def parallelize(module: ModuleT, mesh: Any) -> ModuleT:
     for name, each in module.named_modules():
         if isinstance(each, MultiHeadAttention):
             plans[name] = _plan_of_projections(name, each, ranks.size)
-        elif (plan := _plan_of_transformers_layer(name, each, ranks.size)) is not None:
+        elif hasattr(each, "config") and (plan := _plan_of_transformers_layer(name, each, ranks.size)) is not None:
             plans[name] = plan
     if not plans:
         raise ArgumentError(
@@ -96,7 +96,7 @@ _SPLIT_SEQUENCE_ADVICE = "Split the sequence instead, with context_parallel."
 
 
 def _plan_of_transformers_layer(name: str, module: nn.Module, ranks: int) -> dict[str, Any] | None:
-    """Return the plan of a layer of transformers for `parallelize_module`; None for modules without such projections.
+    """Return the plan of a module of transformers for `parallelize_module`; None if it has no attention projections.
 
     Raises an ArgumentError if the layer cannot be split.
     """
@@ -138,8 +138,6 @@ def _projections_to_split(name: str, module: nn.Module) -> tuple[tuple[str, ...]
         return isinstance(getattr(module, each, None), nn.Linear)
 
     row_name = next(filter(is_linear, _OUTPUT_PROJECTIONS), "")
-    if not hasattr(module, "config"):
-        return (), ""
     if row_name and all(map(is_linear, _SEPARATE_QKV)):
         return _SEPARATE_QKV, row_name
     fused = next((each for each in _FUSED_QKV if isinstance(getattr(module, each, None), nn.Module)), None)

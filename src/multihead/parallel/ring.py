@@ -170,15 +170,8 @@ class _RingFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, sinks, output, logsumexp = ctx.saved_tensors
-        ring: Ring = ctx.ring
-        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-        backward = _RingBackward(ring, (q, k, v), bias, output, logsumexp, grad_output, grad_logsumexp)
-        backward.compute(bias_wanted=ctx.needs_input_grad[3])
-        dq, dk, dv = (each.to(x.dtype) for each, x in zip(backward.gradient_sums, (q, k, v), strict=True))
-        dsinks = None if sinks is None else backward.gradient_of_sinks(sinks)
-        dbias = None if backward.bias_gradient is None else values_of(backward.bias_gradient)
-        return dq, dk, dv, dbias, dsinks, None
+        backward = _RingBackward(ctx.ring, ctx.saved_tensors, grad_output, grad_logsumexp)
+        return *backward.compute(bias_wanted=ctx.needs_input_grad[3]), None
 
 
 class _RingBackward:
@@ -189,16 +182,11 @@ class _RingBackward:
     """
 
     def __init__(
-        self,
-        ring: Ring,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        bias: Tensor | None,
-        output: Tensor,
-        logsumexp: Tensor,
-        grad_output: Tensor,
-        grad_logsumexp: Tensor | None,
+        self, ring: Ring, saved: tuple[Any, ...], grad_output: Tensor | None, grad_logsumexp: Tensor | None
     ) -> None:
-        self.ring, self.tensors, self.request = ring, tensors, ring.request_with_bias(bias)
+        q, k, v, bias, self.sinks, output, logsumexp = saved
+        self.ring, self.tensors, self.request = ring, (q, k, v), ring.request_with_bias(bias)
+        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         # A query with a NaN logsumexp and a gradient of 0 must not affect other gradients, so it gets no keys.
         unused = logsumexp.isnan() & (grad_output == 0).all(-1)
         if grad_logsumexp is not None:
@@ -211,11 +199,11 @@ class _RingBackward:
         if grad_logsumexp is not None:
             self.delta = self.delta - grad_logsumexp
         self.delta = self.delta.masked_fill(logsumexp == -torch.inf, 0)
-        self.gradient_sums = tuple(torch.zeros_like(x, dtype=dtype) for x in tensors)
+        self.gradient_sums = tuple(torch.zeros_like(x, dtype=dtype) for x in self.tensors)
         self.bias_gradient: Bias | None = None
 
-    def compute(self, *, bias_wanted: bool) -> None:
-        """Compute the gradients of all steps, and sum them in `gradient_sums` (of q, k, v) and `bias_gradient`."""
+    def compute(self, *, bias_wanted: bool) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of q, k, v, the values of the bias, and the sinks."""
         _q, k, v = self.tensors
         if bias_wanted and self.request.bias is not None:
             self.bias_gradient = with_values(self.request.bias, torch.zeros_like(values_of(self.request.bias)))
@@ -229,6 +217,13 @@ class _RingBackward:
             returning = Transfer(self.ring.ranks, sent, (k, v), step.sent_ranges, -step.distance)
             del gradients, sent
         self.add_returned_gradients(returning)
+        dq, dk, dv = (total.to(x.dtype) for total, x in zip(self.gradient_sums, self.tensors, strict=True))
+        dbias = None if self.bias_gradient is None else values_of(self.bias_gradient)
+        dsinks = None
+        if self.sinks is not None:  # the sum of -p delta over this rank's queries, p = exp(sink - L)
+            weight = (self.sinks.to(self.logsumexp.dtype)[:, None] - self.logsumexp).exp()
+            dsinks = -torch.where(self.delta == 0, 0, weight * self.delta).sum((0, 2)).to(self.sinks.dtype)
+        return dq, dk, dv, dbias, dsinks
 
     def compute_step(self, step: RingStep, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Add the gradients of q and the bias in one step to their sums, and return the gradients of k and v to send.
@@ -307,11 +302,6 @@ class _RingBackward:
         """Wait for gradients of this rank's keys and values from another rank, and add them to `gradient_sums`."""
         if transfer is not None:
             self.add_local_gradients(transfer.ranges, transfer.wait())
-
-    def gradient_of_sinks(self, sinks: Tensor) -> Tensor:
-        """Return the gradient of the sinks: the sum of -p delta over this rank's queries, p = exp(sink - L)."""
-        weight = (sinks.to(self.logsumexp.dtype)[:, None] - self.logsumexp).exp()
-        return -torch.where(self.delta == 0, 0, weight * self.delta).sum((0, 2)).to(sinks.dtype)
 
 
 def merge_outputs(output: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:

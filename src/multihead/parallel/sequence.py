@@ -26,6 +26,7 @@ from multihead.kernels.call import (
     AttentionResult,
     DropoutOffset,
     DropoutSlice,
+    concatenate_queries,
     listeners,
     publish,
     statistics_requested_by_listeners,
@@ -421,19 +422,15 @@ class _SplitOverRanks:
         self, request: AttentionRequest, ring_plan: RingPlan, kernel: str | None
     ) -> AttentionResult:
         """Gather all keys and values on every rank, and compute the attention of this rank's queries."""
-        k = gather_sequence(request.k, self.ranks, self.layout, 2)
-        v = gather_sequence(request.v, self.ranks, self.layout, 2)
+        k, v = (self.gather_tokens(x, 2) for x in (request.k, request.v))
         merged = MergedStatistics(request.requested_statistics, request.q[..., 0])
         first_keys = ring_plan.first_keys(request) if request.requested_statistics else 0
-        found = [
-            attend_to_piece(
-                request_of_piece(request, piece, ring_plan.length, request.q, k, v), piece, kernel, merged, first_keys
-            )
-            for piece in self._pieces_of_chunks(request.mask, ring_plan)
-        ]
-        logsumexp = torch.cat([each.logsumexp for each in found], 2)
-        output = torch.cat([each.output for each in found], 2)
-        return AttentionResult(output, logsumexp, merged.results(logsumexp.detach()))
+        found = []
+        for piece in self._pieces_of_chunks(request.mask, ring_plan):
+            part = request_of_piece(request, piece, ring_plan.length, request.q, k, v)
+            found.append(attend_to_piece(part, piece, kernel, merged, first_keys))
+        joined = concatenate_queries(found)
+        return replace(joined, statistics=merged.results(joined.logsumexp.detach()))
 
     def _pieces_of_chunks(self, mask: Mask, ring_plan: RingPlan) -> list[MapPiece]:
         """Return the rectangle of each chunk of this rank's queries with all keys that a query of the chunk sees."""
