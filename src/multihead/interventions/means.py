@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -150,22 +151,20 @@ def head_means(model: nn.Module, batches: Iterable[Any], *, over: MeanOver = "te
             "The means of heads cannot be computed in context_parallel, where a rank has part of the tokens.",
             "Run the model on one process.",
         )
-    sums = _OutputSums(over)
+    sums = HeadMeans({}, {}, over)
     count = 0
-    with torch.no_grad(), follow_calls(model, sums.add):
+    with torch.no_grad(), follow_calls(model, partial(_add_output, sums)):
         for batch in batches:
             run_batch(model, batch)
             count += 1
     if not count:
         raise ArgumentError("There are no batches.", "Give an iterable of the model's inputs.")
-    if not sums.output_sums:
+    if not sums.vectors:
         raise ModelError(
             f"No attention layer of {type(model).__name__} ran.", "Give the model whose heads you want to switch off."
         )
-    means = {
-        name: total / sums.token_counts[name].clamp(min=1)[:, None, None] for name, total in sums.output_sums.items()
-    }
-    return HeadMeans(means, sums.token_counts, over)
+    means = {name: total / sums.counts[name].clamp(min=1)[:, None, None] for name, total in sums.vectors.items()}
+    return HeadMeans(means, sums.counts, over)
 
 
 def run_batch(model: nn.Module, batch: Any) -> object:
@@ -175,33 +174,25 @@ def run_batch(model: nn.Module, batch: Any) -> object:
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
-@dataclass(eq=False)
-class _OutputSums:
-    """Sums of the heads' outputs, (rows, heads, value_dim) float64, and numbers of tokens, (rows,), by layer."""
+def _add_output(sums: HeadMeans, call: FollowedCall, output: Tensor) -> tuple[Tensor, None]:
+    """Add the output of a call, (batch, heads, queries, value_dim), to the sums in `sums.vectors`; return it unchanged.
 
-    over: MeanOver
-    output_sums: dict[str, Tensor] = field(default_factory=dict)
-    token_counts: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, None]:
-        """Add the output of a call, (batch, heads, queries, value_dim), and return it unchanged."""
-        if call.has_split_heads:
-            raise ModelError(
-                f"The heads of {call.layer_name} are split over ranks, where their means cannot be computed.",
-                "Run the model on one process.",
-            )
-        position = call.tokens.position
-        real = position >= 0
-        rows = position[real].clamp(max=1) if self.over == "text" else position[real]
-        vectors = output.detach().transpose(1, 2)[real].double().cpu()  # (tokens, heads, value_dim)
-        rows = rows.cpu()
-        needed = max(2 if self.over == "text" else 0, int(rows.max()) + 1 if len(rows) else 0)
-        total, count = self.output_sums.get(call.layer_name), self.token_counts.get(call.layer_name)
-        if total is None or count is None:
-            total, count = vectors.new_zeros(0, *vectors.shape[1:]), torch.zeros(0, dtype=torch.int64)
-        missing = max(needed - len(total), 0)
-        total = torch.cat([total, total.new_zeros(missing, *total.shape[1:])])
-        count = torch.cat([count, count.new_zeros(missing)])
-        self.output_sums[call.layer_name] = total.index_add(0, rows, vectors)
-        self.token_counts[call.layer_name] = count + rows.bincount(minlength=len(count))
-        return output, None
+    The sums are (rows, heads, value_dim) float64, one per row as in `HeadMeans`, which has means in their place.
+    """
+    if call.has_split_heads:
+        raise ModelError(
+            f"The heads of {call.layer_name} are split over ranks, where their means cannot be computed.",
+            "Run the model on one process.",
+        )
+    position, name = call.tokens.position, call.layer_name
+    real = position >= 0
+    vectors = output.detach().transpose(1, 2)[real].double().cpu()  # (tokens, heads, value_dim)
+    rows, least = position[real].cpu(), 0
+    if sums.over == "text":
+        rows, least = rows.clamp(max=1), 2
+    total = sums.vectors.get(name, vectors.new_zeros(0, *vectors.shape[1:]))
+    counts = rows.bincount(minlength=max(least, len(total)))
+    counts[: len(total)] += sums.counts.get(name, 0)
+    total = torch.cat([total, total.new_zeros(len(counts) - len(total), *total.shape[1:])])
+    sums.vectors[name], sums.counts[name] = total.index_add(0, rows, vectors), counts
+    return output, None
