@@ -80,10 +80,9 @@ class DotProductAttention(nn.Module):
         Returns:
             (batch, queries, value_dim), 0 where the length is 0.
         """
-        for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
-            _check_3d(name, tensor)
+        _check_3d(queries=queries, keys=keys, values=values)
         q, k, v = queries[:, None], keys[:, None], values[:, None]  # (batch, 1, length, features)
-        return self._attend(q, k, v, _mask_of_valid_lens(_as_int_lengths(valid_lens, keys.shape[1])), owner=self)[:, 0]
+        return self._attend(q, k, v, _mask_of_valid_lens(valid_lens, keys.shape[1]), owner=self)[:, 0]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, owner: nn.Module) -> Tensor:
         """Compute attention on tensors that are split into heads: (batch, heads, queries, value_dim)."""
@@ -182,10 +181,9 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ShapeError, MaskError, DtypeError: the tensors or lengths do not fit each other or the layer.
         """
-        for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
-            _check_3d(name, tensor)
-        lengths = _as_int_lengths(valid_lens, keys.shape[1])
-        mask, padding = _mask_of_valid_lens(lengths), _packing_of_keys(lengths, keys, values)
+        _check_3d(queries=queries, keys=keys, values=values)
+        mask = _mask_of_valid_lens(valid_lens, keys.shape[1])
+        padding = _packing_of_keys(mask, keys, values)
         if padding is None:
             k, v = self.W_k(keys), self.W_v(values)  # (batch, keys, num_hiddens) each
         else:
@@ -213,7 +211,7 @@ def transpose_output(X: Tensor, num_heads: int) -> Tensor:
     >>> torch.equal(transpose_output(transpose_qkv(X, 5), 5), X)
     True
     """
-    _check_3d("X", X)
+    _check_3d(X=X)
     if num_heads < 1 or X.shape[0] % num_heads:
         raise ShapeError(
             f"X has {X.shape[0]} rows, which is not a multiple of {num_heads} heads.",
@@ -237,23 +235,19 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
     <BLANKLINE>
             [[0.0000, 0.0000, 0.0000, 0.0000]]])
     """
-    _check_3d("X", X)
+    _check_3d(X=X)
     batch, queries, keys = X.shape
-    mask = _mask_of_valid_lens(_as_int_lengths(valid_lens, keys))
+    mask = _mask_of_valid_lens(valid_lens, keys)
     mask.check_fits(CallSize(batch, 1, queries, keys))
     hidden = ~mask.tile(TilePositions.from_sizes(queries, keys, device=X.device))
     cells = X[:, None].to(working_dtype(X.dtype)).masked_fill(hidden, -torch.inf)  # (batch, 1, queries, keys)
     return softmax(cells, None)[0][:, 0].to(X.dtype)
 
 
-def _mask_of_valid_lens(lengths: Tensor | None) -> Mask:
-    return Full() if lengths is None else Lengths(lengths)
-
-
-def _as_int_lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
-    """Return valid lengths as integers. Key j is visible where j < length, so a fractional length is rounded up."""
+def _mask_of_valid_lens(valid_lens: ValidLens, keys: int) -> Mask:
+    """Return the mask of valid lengths. Key j is visible where j < length, so a fractional length is rounded up."""
     if valid_lens is None:
-        return None
+        return Full()
     try:
         lengths = torch.as_tensor(valid_lens)
     except (TypeError, ValueError):  # lists of different lengths, or elements that are no numbers
@@ -265,12 +259,13 @@ def _as_int_lengths(valid_lens: ValidLens, keys: int) -> Tensor | None:
         lengths = lengths.nan_to_num(0.0).clamp(0, keys).ceil().long()  # 3.5 shows the keys 0, 1, 2 and 3
     elif lengths.dtype != torch.bool and not lengths.is_complex():
         lengths = lengths.long().clamp(0, keys)
-    return lengths
+    return Lengths(lengths)
 
 
-def _packing_of_keys(lengths: Tensor | None, keys: Tensor, values: Tensor) -> Packing | None:
-    """Return the packing that drops keys past each sample's length; None if the lengths are not (batch,)."""
-    if lengths is None or lengths.dim() != 1:
+def _packing_of_keys(mask: Mask, keys: Tensor, values: Tensor) -> Packing | None:
+    """Return the packing that drops keys past each sample's length; None if the mask is not of lengths (batch,)."""
+    lengths = mask.lengths if isinstance(mask, Lengths) else None
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1:
         return None
     if values.shape[:2] != keys.shape[:2]:
         raise ShapeError(
@@ -283,8 +278,9 @@ def _build_linear(width_in: int | None, width_out: int, *, bias: bool) -> nn.Lin
     return nn.LazyLinear(width_out, bias=bias) if width_in is None else nn.Linear(width_in, width_out, bias=bias)
 
 
-def _check_3d(name: str, tensor: Tensor) -> None:
-    if tensor.dim() != 3:
-        raise ShapeError(
-            f"{name} has shape {tuple(tensor.shape)}.", "Give three dimensions: (batch, length, features)."
-        )
+def _check_3d(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dim() != 3:
+            raise ShapeError(
+                f"{name} has shape {tuple(tensor.shape)}.", "Give three dimensions: (batch, length, features)."
+            )

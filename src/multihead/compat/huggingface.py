@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from multihead.compat.projections import copy_to_projections
 from multihead.errors import ModelError
 from multihead.layer import MultiHeadAttention
 from multihead.layer.qk_norm import QKNorm
@@ -54,9 +55,8 @@ def from_bert(module: nn.Module) -> MultiHeadAttention:
     whole = {f"{family}Attention" for family in _BERT_FAMILIES}
     _check_class_name(module, bare | whole, "from_bert", "the attention of a BERT layer, or its .self")
     source: Any = module
-    attention = source.self if type(module).__name__ in whole else source
-    dense = source.output.dense if type(module).__name__ in whole else None
-    query, key, value = attention.query, attention.key, attention.value
+    attention, dense = (source.self, source.output.dense) if type(module).__name__ in whole else (source, None)
+    query, key = attention.query, attention.key
     layer = MultiHeadAttention(
         embed_dim=query.in_features,
         num_heads=attention.num_attention_heads,
@@ -68,10 +68,8 @@ def from_bert(module: nn.Module) -> MultiHeadAttention:
         device=query.weight.device,
         dtype=query.weight.dtype,
     )
-    for projection, linear in ((layer.q_proj, query), (layer.k_proj, key), (layer.v_proj, value)):
-        _copy_parameters(projection, linear.weight, linear.bias)
-    if layer.out_proj is not None and dense is not None:
-        _copy_parameters(layer.out_proj, dense.weight, dense.bias)
+    linears = (query, key, attention.value, *([] if dense is None else [dense]))
+    copy_to_projections(layer, ((linear.weight, linear.bias) for linear in linears))
     return layer.train(module.training)
 
 
@@ -115,11 +113,8 @@ def from_gpt2(module: nn.Module) -> MultiHeadAttention:
         device=weight.device,
         dtype=weight.dtype,
     )
-    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
-    for projection, rows, numbers in zip(projections, weight.chunk(3), bias.chunk(3), strict=True):
-        _copy_parameters(projection, rows, numbers)
-    assert layer.out_proj is not None
-    _copy_parameters(layer.out_proj, source.c_proj.weight.mT, source.c_proj.bias)
+    of_heads = zip(weight.chunk(3), bias.chunk(3), strict=True)
+    copy_to_projections(layer, [*of_heads, (source.c_proj.weight.mT, source.c_proj.bias)])
     return layer.train(module.training)
 
 
@@ -176,11 +171,10 @@ def from_qwen3(module: nn.Module) -> MultiHeadAttention:
     _check_class_name(module, {"Qwen3Attention"}, "from_qwen3", "the attention of a Qwen 3 layer")
     source: Any = module
     layer = _convert_with_rotary(module, "from_qwen3", QKNorm("rms", eps=float(source.q_norm.variance_epsilon)))
-    assert layer.qk_norm is not None
+    norms: Any = layer.qk_norm
     with torch.no_grad():
-        for ours, theirs in ((layer.qk_norm.q_weight, source.q_norm), (layer.qk_norm.k_weight, source.k_norm)):
-            assert ours is not None
-            ours.copy_(theirs.weight)
+        norms.q_weight.copy_(source.q_norm.weight)
+        norms.k_weight.copy_(source.k_norm.weight)
     return layer
 
 
@@ -200,10 +194,7 @@ def _convert_with_rotary(source: Any, function: str, qk_norm: QKNorm | None) -> 
         device=source.q_proj.weight.device,
         dtype=source.q_proj.weight.dtype,
     )
-    assert layer.out_proj is not None
-    ours = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
-    for projection, linear in zip(ours, projections, strict=True):
-        _copy_parameters(projection, linear.weight, linear.bias)
+    copy_to_projections(layer, ((linear.weight, linear.bias) for linear in projections))
     return layer.train(source.training)
 
 
@@ -216,20 +207,16 @@ def _rotary_of_config(config: Any, function: str) -> Rotary:
             f"{function} got a layer whose partial_rotary_factor is {share}, and its class rotates all columns.",
             "Set partial_rotary_factor to 1.0 in the config of the model.",
         )
-    if kind == "default":
-        return Rotary(base=base)
+    length = rope.get("original_max_position_embeddings")
+    scaling: Linear | Llama3 | Yarn | None = None
     if kind == "linear":
-        return Rotary(base=base, scaling=Linear(rope["factor"]))
-    if kind == "llama3":
-        length = rope["original_max_position_embeddings"]
-        return Rotary(
-            base=base, scaling=Llama3(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], length)
-        )
-    if kind == "yarn":
-        length = rope["original_max_position_embeddings"]
+        scaling = Linear(rope["factor"])
+    elif kind == "llama3":
+        scaling = Llama3(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], length)
+    elif kind == "yarn":
         # transformers uses mscale and mscale_all_dim only if both are set.
         scales = {name: rope.get(name) for name in ("mscale", "mscale_all_dim")}
-        yarn = Yarn(
+        scaling = Yarn(
             rope["factor"] or config.max_position_embeddings / length,
             length,
             beta_fast=rope.get("beta_fast") or 32.0,
@@ -238,22 +225,16 @@ def _rotary_of_config(config: Any, function: str) -> Rotary:
             truncate=rope.get("truncate", True),
             **(scales if all(scales.values()) else {}),
         )
-        return Rotary(base=base, scaling=yarn)
-    reason = {
-        "dynamic": "its frequencies change as the text grows, and keys that were rotated before would be wrong",
-        "longrope": "its frequencies change at a length, and keys that were rotated before would be wrong",
-    }.get(kind, "this scaling is not implemented")
-    raise ModelError(
-        f"{function} got a layer whose rope_type is {kind!r}: {reason}.",
-        'Give one with "default", "linear", "llama3" or "yarn"; to observe any model use mh.observe(model).',
-    )
-
-
-def _copy_parameters(projection: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-    with torch.no_grad():
-        projection.weight.copy_(weight)
-        if bias is not None:
-            projection.bias.copy_(bias)
+    elif kind != "default":
+        reason = {
+            "dynamic": "its frequencies change as the text grows, and keys that were rotated before would be wrong",
+            "longrope": "its frequencies change at a length, and keys that were rotated before would be wrong",
+        }.get(kind, "this scaling is not implemented")
+        raise ModelError(
+            f"{function} got a layer whose rope_type is {kind!r}: {reason}.",
+            'Give one with "default", "linear", "llama3" or "yarn"; to observe any model use mh.observe(model).',
+        )
+    return Rotary(base=base, scaling=scaling)
 
 
 def _check_class_name(module: object, names: set[str], function: str, what: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from multihead.compat.projections import copy_to_projections
 from multihead.errors import ArgumentError, ShapeError
 from multihead.layer import MultiHeadAttention
 
@@ -78,12 +79,14 @@ def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0
         dropout=dropout,
         dtype=query.dtype,
     )
-    assert layer.out_proj is not None
-    projections = (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
-    for part, projection in zip(_PROJECTION_NAMES, projections, strict=True):
-        kernel = kernels[part]
+    parameters: list[tuple[Tensor, Tensor | None]] = []
+    for part, kernel in kernels.items():
         columns = kernel.flatten(0, 1) if part == "attention_output" else kernel.flatten(1, 2)
-        _copy_projection(projection, columns, _tensor_of_variable(named, f"{part}/bias") if biased else None, part)
+        bias = _tensor_of_variable(named, f"{part}/bias") if biased else None
+        if bias is not None and bias.numel() != columns.shape[1]:
+            raise ShapeError(f"{part}/bias has shape {tuple(bias.shape)}.", f"Give {columns.shape[1]} numbers.")
+        parameters.append((columns.mT, None if bias is None else bias.flatten()))
+    copy_to_projections(layer, parameters)
     return layer
 
 
@@ -113,15 +116,3 @@ def _arrays_by_name(weights: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any
 def _tensor_of_variable(named: Mapping[str, Any], name: str) -> Tensor:
     array = named[name]
     return array.detach().clone() if isinstance(array, Tensor) else torch.from_numpy(np.array(array))
-
-
-def _copy_projection(projection: nn.Linear, columns: Tensor, bias: Tensor | None, part: str) -> None:
-    """Copy a kernel (features in, features out) and a bias, (features out,) or split into heads, to a projection."""
-    with torch.no_grad():
-        projection.weight.copy_(columns.mT)
-        if bias is not None:
-            if bias.numel() != projection.out_features:
-                raise ShapeError(
-                    f"{part}/bias has shape {tuple(bias.shape)}.", f"Give {projection.out_features} numbers."
-                )
-            projection.bias.copy_(bias.flatten())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from multihead.compat.projections import copy_to_projections
 from multihead.errors import ArgumentError, ShapeError
 from multihead.errors.arguments import check_integer, reject_scripting
 from multihead.functional import attend, request_of
@@ -119,7 +120,7 @@ class PerHeadAttention(nn.Module):
         _check_matrices_fit(matrices, W_O, biases, b_O)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._set_parameters(matrices, W_O, [None if each is None else list(each) for each in biases], b_O)  # noqa: SLF001
+        made._set_parameters(matrices, W_O, biases, b_O)  # noqa: SLF001
         return made
 
     def _set_parameters(
@@ -204,16 +205,9 @@ class PerHeadAttention(nn.Module):
             device=sample.device,
             dtype=sample.dtype,
         )
-        lists = ((layer.q_proj, self.W_Q, self.b_Q), (layer.k_proj, self.W_K, self.b_K))
-        with torch.no_grad():
-            for projection, matrices, biases in (*lists, (layer.v_proj, self.W_V, self.b_V)):
-                projection.weight.copy_(torch.cat(list(matrices), 1).mT)
-                if biases is not None:
-                    projection.bias.copy_(torch.cat(list(biases)))
-            if layer.out_proj is not None and W_O is not None:
-                layer.out_proj.weight.copy_(W_O.mT)
-                if self.b_O is not None:
-                    layer.out_proj.bias.copy_(self.b_O)
+        of_heads = ((self.W_Q, self.b_Q), (self.W_K, self.b_K), (self.W_V, self.b_V))
+        of_output = [] if W_O is None else [(W_O.mT, self.b_O)]
+        copy_to_projections(layer, [*(_join_heads(*each) for each in of_heads), *of_output])
         return layer
 
     def extra_repr(self) -> str:
@@ -221,8 +215,7 @@ class PerHeadAttention(nn.Module):
         return f"num_heads={self.num_heads}, head_dim={self.W_Q[0].shape[1]}"
 
     def _project(self, x: Tensor, matrices: nn.ParameterList, biases: nn.ParameterList | None) -> Tensor:
-        joined = linear(x, torch.cat(list(matrices), 1).mT, None if biases is None else torch.cat(list(biases)))
-        return split_heads(joined, self.num_heads)
+        return split_heads(linear(x, *_join_heads(matrices, biases)), self.num_heads)
 
 
 def concat(Z: Sequence[Tensor]) -> Tensor:
@@ -260,27 +253,22 @@ def split(layer: MultiHeadAttention) -> PerHeadAttention:
             f"value_dim={layer.value_dim}.",
             'Give one with merge="concat", scale=None and key_dim equal to value_dim.',
         )
-    group = layer.num_heads // layer.num_kv_heads
-    out = layer.out_proj
-    return PerHeadAttention.of(
-        _split_rows_into_heads(layer.q_proj.weight, layer.num_heads, 1),
-        _split_rows_into_heads(layer.k_proj.weight, layer.num_kv_heads, group),
-        _split_rows_into_heads(layer.v_proj.weight, layer.num_kv_heads, group),
-        None if out is None else out.weight.mT,
-        b_Q=_split_bias_into_heads(layer.q_proj.bias, layer.num_heads, 1),
-        b_K=_split_bias_into_heads(layer.k_proj.bias, layer.num_kv_heads, group),
-        b_V=_split_bias_into_heads(layer.v_proj.bias, layer.num_kv_heads, group),
-        b_O=None if out is None else out.bias,
+
+    def heads_of(columns: Tensor, count: int) -> list[Tensor]:  # each is repeated for the query heads that share it
+        return [part for part in columns.chunk(count, -1) for _ in range(layer.num_heads // count)]
+
+    parts = ((layer.q_proj, layer.num_heads), (layer.k_proj, layer.num_kv_heads), (layer.v_proj, layer.num_kv_heads))
+    W_Q, W_K, W_V = (heads_of(projection.weight.mT, count) for projection, count in parts)
+    b_Q, b_K, b_V = (
+        None if projection.bias is None else heads_of(projection.bias, count) for projection, count in parts
     )
+    W_O, b_O = (None, None) if layer.out_proj is None else (layer.out_proj.weight.mT, layer.out_proj.bias)
+    return PerHeadAttention.of(W_Q, W_K, W_V, W_O, b_Q=b_Q, b_K=b_K, b_V=b_V, b_O=b_O)
 
 
-def _split_rows_into_heads(weight: Tensor, count: int, group: int) -> list[Tensor]:
-    """Split the rows of a projection into heads, each repeated `group` times: (features, head_dim) each."""
-    return [part.mT for part in weight.chunk(count) for _ in range(group)]
-
-
-def _split_bias_into_heads(bias: Tensor | None, count: int, group: int) -> list[Tensor] | None:
-    return None if bias is None else [part for part in bias.chunk(count) for _ in range(group)]
+def _join_heads(matrices: nn.ParameterList, biases: nn.ParameterList | None) -> tuple[Tensor, Tensor | None]:
+    """Join the matrices and biases of all heads to a weight (heads * head_dim, features) and a bias."""
+    return torch.cat(list(matrices), 1).mT, None if biases is None else torch.cat(list(biases))
 
 
 def _as_parameter_list(tensors: Sequence[Tensor]) -> nn.ParameterList:
