@@ -80,9 +80,8 @@ class Replay:
         with Undo() as undo:
             for index, block in enumerate(self.blocks[:first]):
                 # Only the output of the last block that is left out is the input of a block that runs.
-                _replace_forward(
-                    undo, block, repeat_batch(self.block_outputs[index], copies if index == first - 1 else 1)
-                )
+                repeats = copies if index == first - 1 else 1
+                _replace_forward(undo, block, repeat_batch(self.block_outputs[index], repeats))
             yield
 
     def check_exactness(self, forward: ForwardPass, expected: Tensor) -> bool:
@@ -130,11 +129,8 @@ def _find_block_names(model: nn.Module) -> list[str]:
     for layer in attention_layers(model):
         parts = layer.name.split(".")
         around = (".".join(parts[:stop]) for stop in range(1, len(parts)))
-        found = next((name for name in around if isinstance(modules.get(name), nn.ModuleList)), None)
-        if found is None:
-            return []
-        lists.add(found)
-    if len(lists) != 1:
+        lists.add(next((name for name in around if isinstance(modules.get(name), nn.ModuleList)), ""))
+    if len(lists) != 1 or "" in lists:
         return []
     (name,) = lists
     return [f"{name}.{child}" for child, _ in modules[name].named_children()]
