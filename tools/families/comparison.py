@@ -18,8 +18,12 @@ from transformers.masking_utils import sdpa_mask
 import multihead as mh
 from multihead.errors import ModelError
 from multihead.models import huggingface
-from multihead.models.coverage import attention_outside_interface, require_attention_interface, uses_attention_interface
-from multihead.models.rejection import IMPLEMENTATION_NAME
+from multihead.models.coverage import (
+    IMPLEMENTATION_NAME,
+    attention_outside_interface,
+    require_attention_interface,
+    uses_attention_interface,
+)
 from tools.families.breaking import parts_of_call, without
 from tools.families.catalogue import is_part
 from tools.families.detours import DETOURS, detour

@@ -29,6 +29,9 @@ from torch import nn
 
 from multihead.errors import ModelError
 
+IMPLEMENTATION_NAME = "multihead"
+"""Name of this library's attention in transformers."""
+
 _LOAD_OPCODES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR"})
 _FUSED_FUNCTIONS = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 _SOFTMAX_NAME = re.compile(r"softmax|logsumexp|mra2_attention", re.IGNORECASE)
@@ -118,27 +121,22 @@ def unsupported_model_error(kind: type[nn.Module], elsewhere: dict[str, str]) ->
     )
 
 
-def classes_lacking_implementation(kind: type[nn.Module], implementation: str) -> dict[str, str]:
-    """Find dicts of attention classes, in a model class's module, without an entry for an attention implementation.
+def classes_without_our_attention(kind: type[nn.Module]) -> dict[str, str]:
+    """Find dicts of attention classes, in a model class's module, without an entry for this library's attention.
 
     A model that chooses its attention class from such a dict cannot be created: transformers raises a KeyError.
 
     Args:
         kind: the class of a model.
-        implementation: name of the attention implementation.
 
     Returns:
         name of the class for eager attention in such a dict -> what is missing, in one sentence; empty if no dict lacks
         an entry.
     """
-    tables = vars(sys.modules.get(kind.__module__, sys)).items()
-    without = [
-        table["eager"] for name, table in tables if name.endswith("ATTENTION_CLASSES") and implementation not in table
-    ]
-    return {
-        each.__name__: f"{each.__name__} is chosen by the name of the implementation, among those of transformers."
-        for each in without
-    }
+    own = vars(sys.modules.get(kind.__module__, sys))
+    tables = [table for name, table in own.items() if name.endswith("ATTENTION_CLASSES")]
+    names = [table["eager"].__name__ for table in tables if IMPLEMENTATION_NAME not in table]
+    return {name: f"{name} is chosen by the name of the implementation, among those of transformers." for name in names}
 
 
 def _reason_module_unsupported(module: nn.Module) -> str | None:

@@ -28,13 +28,12 @@ from multihead.layer.sharding import slice_to_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import output_attentions
 from multihead.models.bypass import ReportBypass, call_counts, raise_bypass_error, report_bypassing_modules
-from multihead.models.coverage import names_in_eager_attention, require_attention_interface
+from multihead.models.coverage import IMPLEMENTATION_NAME, names_in_eager_attention, require_attention_interface
 from multihead.models.lazy_mask import BooleanMask, LazyMask
 from multihead.models.mask_functions import MaskExtent, mask_of_function, padding_mask, padding_of_keys
 from multihead.models.pretrained import is_cross_attention, pretrained_models
 from multihead.models.rejection import (
     IMPLEMENTATION_ATTRIBUTE,
-    IMPLEMENTATION_NAME,
     configurations_of,
     reject_unsupported_models,
 )

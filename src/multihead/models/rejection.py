@@ -24,13 +24,13 @@ from typing import Any
 from torch import nn
 
 from multihead.models.coverage import (
-    classes_lacking_implementation,
+    IMPLEMENTATION_NAME,
+    classes_without_our_attention,
     require_attention_interface,
     unsupported_model_error,
 )
 from multihead.models.pretrained import innermost_model, pretrained_models
 
-IMPLEMENTATION_NAME = "multihead"
 # attribute of a configuration with the name of the attention
 IMPLEMENTATION_ATTRIBUTE = "_attn_implementation_internal"
 
@@ -49,9 +49,7 @@ def reject_unsupported_models() -> None:
 
     @wraps(init)
     def checked_init(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if selects_our_attention(config) and (
-            by_name := classes_lacking_implementation(type(model), IMPLEMENTATION_NAME)
-        ):
+        if selects_our_attention(config) and (by_name := classes_without_our_attention(type(model))):
             raise unsupported_model_error(type(model), by_name)
         init(model, config, *args, **kwargs)
 
