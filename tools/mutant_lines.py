@@ -249,7 +249,7 @@ MUTANTS = (
            'if type(config) in _model_classes("AutoModelForMaskedLM") and', "if False and",
            ("tests/models/test_loading.py", "-k", "TestHeads")),
     Mutant("losses", "a token is predicted by its own position", "interventions/predictions.py",
-           "logits[..., :-1, :], predicted", "logits[..., 1:, :], predicted",
+           "logits[..., :-1, :], ids", "logits[..., 1:, :], ids",
            ("tests/interventions/test_predictions.py",)),
     Mutant("interventions", "padding is counted", "interventions/tokens.py",
            "return (real.long().cumsum(1) - 1).masked_fill(~real, -1)",

@@ -29,12 +29,11 @@ def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
     >>> token_losses(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp()
     tensor([[4., 4.]], dtype=torch.float64)
     """
-    predicted = ids[..., 1:].to(logits.device)
 
     def losses(block: Tensor, targets: Tensor) -> Tensor:
         return -block.double().log_softmax(-1).gather(-1, targets)[..., 0]
 
-    return _apply_in_blocks(losses, logits[..., :-1, :], predicted[..., None])
+    return _apply_in_blocks(losses, logits[..., :-1, :], ids[..., 1:, None].to(logits.device))
 
 
 def kl_divergence(before: Tensor, after: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from multihead.errors import ModelError
@@ -37,25 +36,18 @@ def check_configured_sizes(model: str, config: Any) -> None:
     Raises:
         ModelError: a number is above MAX_LAYERS or MAX_LABELS.
     """
-    for name, number in _configured_sizes(config):
-        most = MAX_LABELS if name == "num_labels" else MAX_LAYERS
-        if number > most:
-            raise ModelError(
-                f"{model} cannot be read: {name} is {number:,} in its configuration.",
-                f"Give a model whose {name} is at most {most:,}.",
-            )
-
-
-def _configured_sizes(config: Any) -> Iterator[tuple[str, int]]:
-    """Yield the name and value of each entry that counts layers or classes, in nested configurations too."""
     left = [("", config)]
-    for name, value in left:  # the body appends nested values to this list
+    for name, value in left:  # the body appends the values of nested configurations to this list
+        most = MAX_LABELS if name == "num_labels" else MAX_LAYERS
         if isinstance(value, dict):
             left += [(str(key), each) for key, each in value.items()]
         elif isinstance(value, list):
             left += [(name, each) for each in value]
-        elif isinstance(value, int) and (name == "num_labels" or _LAYER_COUNT_PATTERN.search(name)):
-            yield name, value
+        elif isinstance(value, int) and value > most and (name == "num_labels" or _LAYER_COUNT_PATTERN.search(name)):
+            raise ModelError(
+                f"{model} cannot be read: {name} is {value:,} in its configuration.",
+                f"Give a model whose {name} is at most {most:,}.",
+            )
 
 
 def read_gguf_layer_counts(file: BinaryIO) -> dict[str, int]:

@@ -145,13 +145,11 @@ def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, PackedFamily]], u
     undo.add_step(install(model).close)
     for module, family in stacks:
         undo.hook_before_forward(module, partial(_pack_inputs, family), with_kwargs=True)
-        read = [module.get_submodule(family.pooler_input)] if family.pooler_input else []
-        for part in (module, *read):
-            undo.hook_after_forward(part, _unpack_outputs, with_kwargs=True)
+        for name in {"", family.pooler_input}:  # "" is the module itself
+            undo.hook_after_forward(module.get_submodule(name), _unpack_outputs, with_kwargs=True)
         if family.relative_bias_module:
-            undo.hook_before_forward(
-                module.get_submodule(family.relative_bias_module), _add_relative_bias, with_kwargs=True
-            )
+            block = module.get_submodule(family.relative_bias_module)
+            undo.hook_before_forward(block, _add_relative_bias, with_kwargs=True)
 
 
 @contextmanager
