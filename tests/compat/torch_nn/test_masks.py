@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from multihead.compat.torch_nn import MultiheadAttention
-from multihead.compat.torch_nn.masks import CallSizes, convert_masks, nested_like, padding_of_nested
+from multihead.compat.torch_nn.masks import convert_masks, nested_like, padding_of_nested
 from multihead.errors import ArgumentError, DtypeError, MaskError, MultiheadError, ShapeError
 from multihead.masks import Causal, Drop, Full, Lengths
-from multihead.masks.positions import TilePositions
+from multihead.masks.positions import CallSize, TilePositions
 from tests.compat.torch_nn.test_attention import pair
 
-SIZES = CallSizes(batch=2, heads=3, queries=4, keys=5, added_keys=0)
+SIZE = CallSize(batch=2, heads=3, queries=4, keys=5)
 CAUSAL = torch.ones(4, 5, dtype=torch.bool).triu(1)
 PAST_END = torch.arange(5) >= torch.tensor([[5], [2]])
 
@@ -28,70 +28,67 @@ def as_float(hidden: Tensor) -> Tensor:
 @pytest.mark.parametrize("form", [torch.Tensor.bool, as_float])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_causal_tensor_is_causal_with_the_hint_and_without(form: object, *, is_causal: bool) -> None:
-    shown = convert_masks(form(CAUSAL), None, SIZES, is_causal=is_causal)  # type: ignore[operator]
-    assert (shown.mask, shown.bias, shown.query_start) == (Causal(), None, 0)
+    mask, bias = convert_masks(form(CAUSAL), None, SIZE, added_keys=0, is_causal=is_causal)  # type: ignore[operator]
+    assert (mask, bias) == (Causal(), None)
 
 
 def test_is_causal_without_a_mask_is_the_causal_mask() -> None:
-    assert convert_masks(None, None, SIZES, is_causal=True).mask == Causal()
+    assert convert_masks(None, None, SIZE, added_keys=0, is_causal=True)[0] == Causal()
 
 
 def test_a_wrong_hint_is_ignored_where_the_mask_can_be_read() -> None:
     hidden = CAUSAL.clone()
     hidden[1, 0] = True
-    mask = convert_masks(hidden, None, SIZES, is_causal=True).mask
+    mask = convert_masks(hidden, None, SIZE, added_keys=0, is_causal=True)[0]
     assert isinstance(mask, Drop)
     assert torch.equal(mask.tensor, hidden)
 
 
 @pytest.mark.parametrize("form", [torch.Tensor.bool, as_float])
 def test_padding_after_the_tokens_is_lengths(form: object) -> None:
-    mask = convert_masks(None, form(PAST_END), SIZES, is_causal=False).mask  # type: ignore[operator]
+    mask = convert_masks(None, form(PAST_END), SIZE, added_keys=0, is_causal=False)[0]  # type: ignore[operator]
     assert isinstance(mask, Lengths)
     assert isinstance(mask.lengths, Tensor)
     assert mask.lengths.tolist() == [5, 2]
 
 
 def test_no_padding_is_no_mask() -> None:
-    assert convert_masks(None, torch.zeros(2, 5, dtype=torch.bool), SIZES, is_causal=False).mask == Full()
+    assert convert_masks(None, torch.zeros(2, 5, dtype=torch.bool), SIZE, added_keys=0, is_causal=False)[0] == Full()
 
 
 def test_scattered_padding_is_dropped_key_by_key() -> None:
     hidden = PAST_END.flip(1)
-    mask = convert_masks(None, hidden, SIZES, is_causal=False).mask
+    mask = convert_masks(None, hidden, SIZE, added_keys=0, is_causal=False)[0]
     assert isinstance(mask, Drop)
     assert mask.axes == "batch keys"
 
 
 def test_floats_that_do_more_than_hide_are_added_and_those_of_both_masks_together() -> None:
     of_query, of_key = torch.randn(6, 4, 5), torch.randn(2, 5)
-    shown = convert_masks(of_query, of_key, SIZES, is_causal=False)
-    assert shown.mask == Full()
-    assert shown.bias is not None
-    torch.testing.assert_close(shown.bias, of_query.view(2, 3, 4, 5) + of_key[:, None, None])
+    mask, bias = convert_masks(of_query, of_key, SIZE, added_keys=0, is_causal=False)
+    assert mask == Full()
+    assert bias is not None
+    torch.testing.assert_close(bias, of_query.view(2, 3, 4, 5) + of_key[:, None, None])
 
 
 def test_a_float_mask_that_requires_a_gradient_stays_a_bias() -> None:
     added = as_float(CAUSAL).requires_grad_()
-    shown = convert_masks(added, None, SIZES, is_causal=False)
-    assert shown.mask == Full()
-    assert shown.bias is not None
-    assert shown.bias.requires_grad
+    mask, bias = convert_masks(added, None, SIZE, added_keys=0, is_causal=False)
+    assert mask == Full()
+    assert bias is not None
+    assert bias.requires_grad
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
 def test_added_keys_come_first_and_every_query_sees_them(extra: int) -> None:
-    sizes = CallSizes(2, 3, 4, 5, extra)
     per_head = torch.rand(6, 4, 5) < 0.5
     for attn_mask, hidden in ((CAUSAL, CAUSAL[None, None]), (per_head, per_head.view(2, 3, 4, 5))):
         for padding in (PAST_END, PAST_END.flip(1)):
-            shown = convert_masks(attn_mask, padding, sizes, is_causal=False)
-            shown = shown.mask.tile(TilePositions.from_sizes(4, 5 + extra, query_start=shown.query_start)).expand(
-                2, 3, -1, -1
-            )
+            mask, _ = convert_masks(attn_mask, padding, SIZE, added_keys=extra, is_causal=False)
+            shown = mask.tile(TilePositions.from_sizes(4, 5 + extra, query_start=extra)).expand(2, 3, -1, -1)
             assert shown[..., :extra].all()
             assert torch.equal(shown[..., extra:], ~(hidden | padding[:, None, None]).expand(2, 3, -1, -1))
-    added = convert_masks(torch.randn(4, 5), None, sizes, is_causal=False).bias
+    added = convert_masks(torch.randn(4, 5), None, SIZE, added_keys=extra, is_causal=False)[1]
     assert added is not None
     assert (added[..., :extra] == 0).all()
 
@@ -126,7 +123,7 @@ def test_masks_that_do_not_fit_are_refused(
     attn_mask: Tensor | None, padding: Tensor | None, error: type[MultiheadError], sentence: str
 ) -> None:
     with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
-        convert_masks(attn_mask, padding, SIZES, is_causal=False)
+        convert_masks(attn_mask, padding, SIZE, added_keys=0, is_causal=False)
 
 
 def test_nested_samples_are_attended_one_by_one() -> None:

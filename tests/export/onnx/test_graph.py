@@ -12,13 +12,13 @@ pytest.importorskip("onnx", reason="the package onnx is not installed")
 from onnx import numpy_helper
 
 from multihead.errors import MissingPackageError
-from multihead.export.onnx.graph import Graph, import_onnx
+from multihead.export.onnx.graph import Graph
 
 
 def test_without_the_package_onnx_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(MissingPackageError) as refusal:
-        import_onnx()
+        Graph()
     assert str(refusal.value) == (
         'Writing a layer as ONNX needs onnx, which is not installed. Run pip install "multihead[onnx]".'
     )

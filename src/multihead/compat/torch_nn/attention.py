@@ -11,8 +11,6 @@ from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
 from multihead.compat.torch_nn.masks import (
-    CallSizes,
-    ConvertedMasks,
     convert_masks,
     nested_like,
     padding_of_nested,
@@ -22,11 +20,12 @@ from multihead.compat.weights import attend_with_weights
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.errors.arguments import check_fraction, reject_scripting
 from multihead.functional import attend, request_of
-from multihead.kernels.call import CallOrigin
+from multihead.kernels.call import AttentionArguments, CallOrigin
 from multihead.kernels.head_changes import needs_call_origin
 from multihead.kernels.per_head import attend_per_head, is_computed_per_head
 from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
+from multihead.masks.positions import CallSize
 from multihead.tensors.tracing import can_read_values
 
 _HOOK_KEY = -1  # torch numbers hooks from 0, so it never uses this key
@@ -92,13 +91,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        disable_fused_path(self)
+        set_fused_path(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickle a layer; a layer pickled by an older version has `_qkv_same_embed_dim` False, which is corrected."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._qkv_same_embed_dim = self.in_proj_weight is not None
-        disable_fused_path(self)
+        set_fused_path(self)
 
     def forward(
         self,
@@ -141,8 +140,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if query.is_nested or key.is_nested or value.is_nested:
             self._check_nested_inputs(query, key, value, attn_mask, key_padding_mask)
-            added = self.bias_k is not None or self.add_zero_attn
-            if query is key and key is value and not (need_weights or is_causal or added):
+            if query is key and key is value and not (need_weights or is_causal or self._added_keys):
                 return self._attend_nested(query), None
             return self._attend_nested_padded(
                 query, key, value, need_weights=need_weights, average=average_attn_weights, is_causal=is_causal
@@ -158,21 +156,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)  # (batch, length, embed_dim) each
         if not batched:
             q, k, v = q[None], k[None], v[None]
-        extra = (self.bias_k is not None) + bool(self.add_zero_attn)
-        sizes = CallSizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], extra)
-        visible = convert_masks(attn_mask, key_padding_mask, sizes, is_causal=is_causal)
+        added = self._added_keys
+        size = CallSize(q.shape[0], self.num_heads, q.shape[1], k.shape[1])
+        mask, bias = convert_masks(attn_mask, key_padding_mask, size, added_keys=added, is_causal=is_causal)
         k, v = self._prepend_added_keys(k, v)
         origin = CallOrigin(self, is_cross_attention=False if within else None)
         if within and needs_call_origin():
             origin = replace(origin, unpadded_queries=unpadded_queries(key_padding_mask))
-        merged, weights = self._attend(
-            q, k, v, visible, origin, need_weights=need_weights, average=average_attn_weights
-        )
+        terms = (mask, bias, None, None, None, self.dropout if self.training else 0.0, added)
+        merged, weights = self._attend(q, k, v, terms, origin, need_weights=need_weights, average=average_attn_weights)
         merged = merged if batched else merged[0]
         output = self.out_proj(merged.transpose(0, 1) if length_axis == 0 else merged)
         if weights is not None:
             # Added keys come first here, so that visible keys are intervals; nn.MultiheadAttention returns them last.
-            weights = weights.roll(-extra, -1) if extra else weights
+            weights = weights.roll(-added, -1) if added else weights
             weights = weights if batched else weights[0]
         return output, weights
 
@@ -194,24 +191,26 @@ class MultiheadAttention(nn.MultiheadAttention):
         projected = [linear(x, w, b) for x, w, b in zip(inputs, packed.split(parts), biases, strict=True)]
         return (projected[0], *projected[1].chunk(2, -1)) if key is value else tuple(projected)
 
+    @property
+    def _added_keys(self) -> int:
+        """The number of keys that `add_bias_kv` and `add_zero_attn` add."""
+        return (self.bias_k is not None) + bool(self.add_zero_attn)
+
     def _prepend_added_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Prepend the keys of `add_bias_kv` and `add_zero_attn` to k, and their values to v, if the layer has them."""
-        if self.bias_k is not None and self.bias_v is not None:
-            size = (k.shape[0], 1, self.embed_dim)
-            k_added, v_added = [self.bias_k.to(k.dtype).expand(size)], [self.bias_v.to(v.dtype).expand(size)]
-        else:
-            k_added, v_added = [], []
         if self.add_zero_attn:
-            k_added.append(torch.zeros_like(k[:, :1]))
-            v_added.append(torch.zeros_like(v[:, :1]))
-        return (torch.cat([*k_added, k], 1), torch.cat([*v_added, v], 1)) if k_added else (k, v)
+            k, v = (torch.cat([torch.zeros_like(x[:, :1]), x], 1) for x in (k, v))
+        if self.bias_k is not None and self.bias_v is not None:
+            rows = ((self.bias_k, k), (self.bias_v, v))
+            k, v = (torch.cat([row.to(x.dtype).expand(x.shape[0], 1, -1), x], 1) for row, x in rows)
+        return k, v
 
     def _attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        visible: ConvertedMasks,
+        terms: AttentionArguments,
         origin: CallOrigin,
         *,
         need_weights: bool,
@@ -219,8 +218,6 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Split q, k and v into heads, attend and merge: (batch, queries, embed_dim), and the weights if needed."""
         q, k, v = (split_heads(projected, self.num_heads) for projected in (q, k, v))
-        dropout = self.dropout if self.training else 0.0
-        terms = (visible.mask, visible.bias, None, None, None, dropout, visible.query_start)
         request = request_of(q, k, v, *terms, origin=origin)
         if is_computed_per_head(request, need_weights=need_weights):
             output, weights = attend_per_head(request, need_weights=need_weights, average=average)
@@ -235,10 +232,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         samples = query.unbind()
         lengths = [sample.shape[0] for sample in samples]
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
-        visible = ConvertedMasks(Documents(lengths), None, 0)
         q, k, v = self._project(tokens, tokens, tokens)
+        terms = (Documents(lengths), None, None, None, None, self.dropout if self.training else 0.0, 0)
         origin = CallOrigin(self, torch.tensor(lengths), is_cross_attention=False)
-        merged, _ = self._attend(q, k, v, visible, origin, need_weights=False, average=False)
+        merged, _ = self._attend(q, k, v, terms, origin, need_weights=False, average=False)
         return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
 
     def _attend_nested_padded(
@@ -269,12 +266,6 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "Set enable_nested_tensor=False in nn.TransformerEncoder (or encoder.use_nested_tensor = False).",
             )
         inputs = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
-        for name, tensor, _ in inputs:
-            if not tensor.is_nested:
-                raise ShapeError(
-                    f"{name} is not a nested tensor, and another input is.",
-                    "Give query, key and value as nested tensors, or none of them.",
-                )
         for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
             if mask is not None:
                 raise ArgumentError(
@@ -283,6 +274,11 @@ class MultiheadAttention(nn.MultiheadAttention):
                 )
         lengths = []
         for name, tensor, width in inputs:
+            if not tensor.is_nested:
+                raise ShapeError(
+                    f"{name} is not a nested tensor, and another input is.",
+                    "Give query, key and value as nested tensors, or none of them.",
+                )
             samples = tensor.unbind()
             if not samples or any(sample.dim() != 2 or sample.shape[1] != width for sample in samples):
                 shapes = ", ".join(str(tuple(sample.shape)) for sample in samples) or "no samples"
@@ -321,8 +317,6 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _check_input_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Reject inputs that do not fit the layer or each other."""
-        assert self.kdim is not None
-        assert self.vdim is not None
         layout = "(batch, length, features)" if self.batch_first else "(length, batch, features)"
         dtype = self.out_proj.weight.dtype
         inputs = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
@@ -360,20 +354,18 @@ def _zero_nonfinite_where(hidden: Tensor, x: Tensor) -> Tensor:
     return x.masked_fill((hidden & ~x.isfinite().all(-1))[..., None], 0)
 
 
-def disable_fused_path(module: nn.MultiheadAttention) -> None:
-    """Make nn.TransformerEncoderLayer call the module instead of its fused operator.
+def set_fused_path(module: nn.MultiheadAttention) -> None:
+    """Make nn.TransformerEncoderLayer call the module instead of its fused operator if the module is our drop-in.
 
     In eval without gradients the encoder layer passes the weights of `self_attn` to one fused operator, unless one of
     its submodules has a forward hook. The hook added here does nothing; copies and adapters of the module keep it.
     """
     # register_forward_pre_hook never uses the key -1, so that no later hook replaces this one, even after
     # unpickling in another process.
-    module._forward_pre_hooks[_HOOK_KEY] = _do_nothing  # noqa: SLF001
-
-
-def enable_fused_path(module: nn.MultiheadAttention) -> None:
-    """Undo `disable_fused_path`."""
-    module._forward_pre_hooks.pop(_HOOK_KEY, None)  # noqa: SLF001
+    if isinstance(module, MultiheadAttention):
+        module._forward_pre_hooks[_HOOK_KEY] = _do_nothing  # noqa: SLF001
+    else:
+        module._forward_pre_hooks.pop(_HOOK_KEY, None)  # noqa: SLF001
 
 
 def _do_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:

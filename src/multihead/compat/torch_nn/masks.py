@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from multihead.errors import DtypeError, MaskError
 from multihead.masks import Causal, Drop, Full, Lengths, Mask
+from multihead.masks.positions import CallSize
 from multihead.tensors.tracing import can_read_values
 
 
-@dataclass(frozen=True, eq=False)
-class ConvertedMasks:
-    """The masks of an nn.MultiheadAttention call, converted to a mask and a bias of this library.
-
-    Attributes:
-        mask: which keys each query may see.
-        bias: added to the scores, broadcasting to (batch, heads, queries, keys), or None.
-        query_start: position of the first query among the keys.
-    """
-
-    mask: Mask
-    bias: Tensor | None
-    query_start: int
-
-
-@dataclass(frozen=True)
-class CallSizes:
-    """The sizes of a call; `added_keys` counts the keys of add_bias_kv and add_zero_attn, which come first."""
-
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    added_keys: int
-
-
 def convert_masks(
-    attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: CallSizes, *, is_causal: bool
-) -> ConvertedMasks:
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, size: CallSize, *, added_keys: int, is_causal: bool
+) -> tuple[Mask, Tensor | None]:
     """Convert masks of nn.MultiheadAttention: True hides a key, floats are added to the scores.
 
     A float mask of 0 and -inf becomes a boolean one. On an accelerator or in a compiled graph, where values cannot be
@@ -50,29 +23,34 @@ def convert_masks(
     Args:
         attn_mask: (queries, keys) or (batch * heads, queries, keys).
         key_padding_mask: (batch, keys).
-        sizes: sizes of the call; the masks do not cover the added keys.
+        size: sizes of the call, without the added keys.
+        added_keys: number of keys of add_bias_kv and add_zero_attn, which come first and which every query sees.
         is_causal: whether attn_mask is known to be the causal mask; without attn_mask the causal mask is applied.
+
+    Returns:
+        the mask, in which the first query has the position `added_keys`, and a bias that is added to the scores,
+        broadcasting to (batch, heads, queries, keys), or None.
 
     >>> hidden = torch.ones(3, 3, dtype=torch.bool).triu(1)
     >>> padding = torch.tensor([[False, False, True], [False, False, False]])
-    >>> convert_masks(
-    ...     hidden, padding, CallSizes(batch=2, heads=1, queries=3, keys=3, added_keys=0), is_causal=False
-    ... ).mask
-    Causal() & Lengths(<int64 tensor (2,)>)
+    >>> convert_masks(hidden, padding, CallSize(batch=2, heads=1, queries=3, keys=3), added_keys=0, is_causal=False)
+    (Causal() & Lengths(<int64 tensor (2,)>), None)
     """
-    _check_mask_shapes(attn_mask, key_padding_mask, sizes)
-    by_query, bias = _convert_attn_mask(attn_mask, sizes, is_causal=is_causal)
-    by_key, key_bias = _convert_key_padding_mask(key_padding_mask, sizes)
+    _check_mask_shapes(attn_mask, key_padding_mask, size)
+    by_query, bias = _convert_attn_mask(attn_mask, size, added_keys, is_causal=is_causal)
+    by_key, key_bias = _convert_key_padding_mask(key_padding_mask, size, added_keys)
     if bias is not None and key_bias is not None:
         bias = bias + key_bias  # (batch, heads or 1, queries, keys)
     elif bias is None:
         bias = key_bias
-    if bias is not None and sizes.added_keys:
-        bias = pad(bias, (sizes.added_keys, 0))
-    return ConvertedMasks(by_query & by_key, bias, sizes.added_keys)
+    if bias is not None and added_keys:
+        bias = pad(bias, (added_keys, 0))
+    return by_query & by_key, bias
 
 
-def _convert_attn_mask(attn_mask: Tensor | None, sizes: CallSizes, *, is_causal: bool) -> tuple[Mask, Tensor | None]:
+def _convert_attn_mask(
+    attn_mask: Tensor | None, size: CallSize, added_keys: int, *, is_causal: bool
+) -> tuple[Mask, Tensor | None]:
     """Convert attn_mask to a mask, or to a bias (batch or 1, heads or 1, queries, keys)."""
     if attn_mask is None:
         return Causal() if is_causal else Full(), None
@@ -80,13 +58,13 @@ def _convert_attn_mask(attn_mask: Tensor | None, sizes: CallSizes, *, is_causal:
         return Causal(), None
     hidden = _hidden_cells(attn_mask)
     if hidden is None:
-        return Full(), attn_mask.view(-1, sizes.heads if attn_mask.dim() == 3 else 1, sizes.queries, sizes.keys)
+        return Full(), attn_mask.view(-1, size.heads if attn_mask.dim() == 3 else 1, size.queries, size.keys)
     if hidden.dim() == 2:
         if can_read_values(hidden.device) and _is_causal(hidden):
             return Causal(), None
-        return Drop(pad(hidden, (sizes.added_keys, 0)), "queries keys"), None
-    by_head = hidden.view(sizes.batch, sizes.heads, sizes.queries, sizes.keys)
-    return Drop(pad(by_head, (sizes.added_keys, 0))), None
+        return Drop(pad(hidden, (added_keys, 0)), "queries keys"), None
+    by_head = hidden.view(size.batch, size.heads, size.queries, size.keys)
+    return Drop(pad(by_head, (added_keys, 0))), None
 
 
 def unpadded_queries(key_padding_mask: Tensor | None) -> Tensor | None:
@@ -95,7 +73,9 @@ def unpadded_queries(key_padding_mask: Tensor | None) -> Tensor | None:
     return None if hidden is None else ~hidden
 
 
-def _convert_key_padding_mask(key_padding_mask: Tensor | None, sizes: CallSizes) -> tuple[Mask, Tensor | None]:
+def _convert_key_padding_mask(
+    key_padding_mask: Tensor | None, size: CallSize, added_keys: int
+) -> tuple[Mask, Tensor | None]:
     """Convert key_padding_mask to a mask, or to a bias (batch, 1, 1, keys)."""
     if key_padding_mask is None:
         return Full(), None
@@ -103,13 +83,13 @@ def _convert_key_padding_mask(key_padding_mask: Tensor | None, sizes: CallSizes)
     if hidden is None:
         return Full(), key_padding_mask[:, None, None]
     if can_read_values(hidden.device):
-        lengths = sizes.keys - hidden.sum(-1)  # (batch,)
-        if bool((lengths == sizes.keys).all()):
+        lengths = size.keys - hidden.sum(-1)  # (batch,)
+        if bool((lengths == size.keys).all()):
             return Full(), None
-        past_end = torch.arange(sizes.keys) >= lengths[:, None]  # (batch, keys)
+        past_end = torch.arange(size.keys) >= lengths[:, None]  # (batch, keys)
         if torch.equal(past_end, hidden):
-            return Lengths(lengths + sizes.added_keys), None
-    return Drop(pad(hidden, (sizes.added_keys, 0)), "batch keys"), None
+            return Lengths(lengths + added_keys), None
+    return Drop(pad(hidden, (added_keys, 0)), "batch keys"), None
 
 
 def _hidden_cells(mask: Tensor) -> Tensor | None:
@@ -130,17 +110,12 @@ def _is_causal(hidden: Tensor) -> bool:
     return torch.equal(hidden, torch.ones(queries, keys, dtype=torch.bool).triu_(1))
 
 
-def _check_mask_shapes(attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: CallSizes) -> None:
-    flat = (sizes.queries, sizes.keys)
-    of_heads = (sizes.batch * sizes.heads, *flat)
+def _check_mask_shapes(attn_mask: Tensor | None, key_padding_mask: Tensor | None, size: CallSize) -> None:
+    flat, of_keys = (size.queries, size.keys), (size.batch, size.keys)
+    of_heads = (size.batch * size.heads, *flat)
     for name, mask, shapes, expected in (
         ("attn_mask", attn_mask, (flat, of_heads), f"(queries, keys) = {flat} or (batch * heads, ...) = {of_heads}"),
-        (
-            "key_padding_mask",
-            key_padding_mask,
-            ((sizes.batch, sizes.keys),),
-            f"(batch, keys) = {(sizes.batch, sizes.keys)}",
-        ),
+        ("key_padding_mask", key_padding_mask, (of_keys,), f"(batch, keys) = {of_keys}"),
     ):
         if mask is None:
             continue

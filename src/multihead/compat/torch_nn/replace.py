@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from multihead.compat.torch_nn.attention import MultiheadAttention, disable_fused_path, enable_fused_path
+from multihead.compat.torch_nn.attention import MultiheadAttention, set_fused_path
 from multihead.tensors.undo import Undo
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -106,24 +106,16 @@ def replace_until_undone(undo: Undo, model: nn.Module) -> None:
         # A module may be a drop-in already, from an earlier use that ends before this one.
         if type(module) in (nn.MultiheadAttention, MultiheadAttention) and "forward" not in module.__dict__:
             assert isinstance(module, nn.MultiheadAttention)
-            undo.add_step(partial(_enable_fused_path_again, module))
+            undo.add_step(partial(set_fused_path, module))
             undo.set_attribute(module, "__class__", MultiheadAttention)
-            disable_fused_path(module)
-
-
-def _enable_fused_path_again(module: nn.MultiheadAttention) -> None:
-    if type(module) is nn.MultiheadAttention:
-        enable_fused_path(module)
+            set_fused_path(module)
 
 
 def _set_class(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
     """Set the class of a module in place, and add or remove the hook that keeps encoder layers off their fused path."""
     module.__class__ = kind
     assert isinstance(module, nn.MultiheadAttention)
-    if kind is MultiheadAttention:
-        disable_fused_path(module)
-    else:
-        enable_fused_path(module)
+    set_fused_path(module)
 
 
 class _AttentionReplacedOnInit(nn.Module):

@@ -22,15 +22,14 @@ class ExportContext:
 
     Attributes:
         dtype: dtype of the layer and of its inputs and outputs.
-        inputs: the names of the inputs.
     """
 
     def __init__(self, graph: Graph, layer: MultiHeadAttention, spec: ModelSpec) -> None:
         self.graph, self.layer, self.spec = graph, layer, spec
         self.dtype: torch.dtype = layer.q_proj.weight.dtype
-        self.inputs = tuple(name for name in INPUTS if name in spec.inputs)
-        for name in self.inputs:
-            self._declare_input(name)
+        for name in INPUTS:
+            if name in spec.inputs:
+                self._declare_input(name)
 
     def _declare_input(self, name: str) -> None:
         spec, layer = self.spec, self.layer
@@ -88,11 +87,11 @@ class ExportContext:
     def key_lengths(self) -> str | None:
         """Name of the input with each sample's number of keys, without padding; None if there is no such input."""
         name = "memory_lengths" if self.spec.is_cross_attention else "lengths"
-        return name if name in self.inputs else None
+        return name if name in self.spec.inputs else None
 
     def token_mask(self, lengths: str) -> str:
         """Add nodes that compute which positions are not padding: (batch, length, 1), bool."""
         size = self.query_count if lengths == "lengths" else self.key_count
-        tokens = self.graph.add_node("Reshape", self.graph.range_up_to(size), self.graph.add_integers(1, -1, 1))
-        counts = self.graph.add_node("Reshape", lengths, self.graph.add_integers(-1, 1, 1))
+        tokens = self.graph.add_node("Reshape", self.graph.range_up_to(size), (1, -1, 1))
+        counts = self.graph.add_node("Reshape", lengths, (-1, 1, 1))
         return self.graph.add_node("Less", tokens, counts, name="inside")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,17 +25,15 @@ _ONNX_TYPES = {
     torch.bool: "BOOL",
 }
 
-
-def import_onnx() -> ModuleType:
-    """Return the package onnx, or raise a MissingPackageError."""
-    require("onnx", purpose="Writing a layer as ONNX", extra="onnx")
-    import onnx
-
-    return onnx
+# An input of a node: the name of a value, "" for an omitted one, or integers that become a constant.
+Input: TypeAlias = "str | tuple[int, ...]"
 
 
 class Graph:
     """An ONNX graph that is built step by step; its nodes are in the order in which they were added.
+
+    Raises:
+        MissingPackageError: the package onnx is not installed.
 
     >>> graph = Graph()
     >>> x = graph.add_input("x", torch.float32, ("batch", 3))
@@ -45,7 +43,10 @@ class Graph:
     """
 
     def __init__(self) -> None:
-        self._onnx = import_onnx()
+        require("onnx", purpose="Writing a layer as ONNX", extra="onnx")
+        import onnx
+
+        self._onnx: ModuleType = onnx
         self._nodes: list[Any] = []
         self._constants: list[TensorProto] = []
         self._inputs: list[ValueInfoProto] = []
@@ -85,16 +86,17 @@ class Graph:
             self._integer_constants[values] = self.add_constant(torch.tensor(values, dtype=torch.int64), name="ints")
         return self._integer_constants[values]
 
-    def add_node(self, operator: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
-        """Add a node with one output and return the output's name; an omitted input is ""."""
-        output = self._unique_name(name or operator.lower())
-        self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [output], **attributes))
-        return output
+    def add_node(self, operator: str, *inputs: Input, name: str | None = None, **attributes: Any) -> str:
+        """Add a node with one output and return the output's name."""
+        return self.add_multi_output_node(operator, *inputs, names=[name or operator.lower()], **attributes)[0]
 
-    def add_multi_output_node(self, operator: str, *inputs: str, names: Sequence[str], **attributes: Any) -> list[str]:
+    def add_multi_output_node(
+        self, operator: str, *inputs: Input, names: Sequence[str], **attributes: Any
+    ) -> list[str]:
         """Add a node with several outputs, which have these names."""
+        values = [each if isinstance(each, str) else self.add_integers(*each) for each in inputs]
         outputs = [self._unique_name(name) for name in names]
-        self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), outputs, **attributes))
+        self._nodes.append(self._onnx.helper.make_node(operator, values, outputs, **attributes))
         return outputs
 
     def add_cast(self, value: str, dtype: torch.dtype) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,34 +39,40 @@ class MaskInputs:
 def choose_mask_inputs(context: ExportContext) -> MaskInputs:
     """Choose the cheapest mask inputs of Attention: none, the attribute `is_causal`, lengths, or a mask tensor."""
     layer, mask, spec, lengths = context.layer, context.spec.mask, context.spec, context.key_lengths
-    bias = _sum_of_biases(context)
+    given, own = "bias" if "bias" in spec.inputs else None, position_bias(context)
+    bias = context.graph.add_node("Add", own, given) if own and given else own or given
     added = layer.bias_k is not None
     sinks = layer.sinks is not None or layer.add_zero_attn
-    plain = bias is None and not sinks and "keep" not in context.inputs
+    plain = bias is None and not sinks and "keep" not in spec.inputs
     if plain and lengths is None and isinstance(mask, Full):
         return MaskInputs()
     if plain and not added and lengths is None and isinstance(mask, Causal) and spec.starts_at_zero:
         return MaskInputs(is_causal=True)
     if plain and not added and lengths is not None and isinstance(mask, Full) and spec.opset >= 24:
         counts = context.graph.add_node("Min", lengths, context.key_count)
-        return MaskInputs(
-            lengths=counts,
-            queries_with_keys=_which_lengths_are_positive(context, counts) if spec.is_cross_attention else "",
-        )
+        if not spec.is_cross_attention:
+            return MaskInputs(lengths=counts)
+        by_sample = context.graph.add_node("Reshape", counts, (-1, 1, 1, 1))
+        positive = context.graph.add_node("Greater", by_sample, (0,), name="some")
+        return MaskInputs(lengths=counts, queries_with_keys=positive)
     table, boolean = _mask_or_bias_table(context, _visible_cells(context), bias)
     # Whether some query may see no key. In a padded sample each token sees itself or the first key, and results of
     # padding are discarded. Every query sees added keys and sinks.
-    hides = may_bias_hide_keys(context) or "bias" in context.inputs or "keep" in context.inputs
-    all_see = (
-        not hides
-        and every_query_sees_key(mask, own_keys=spec.has_own_keys)
-        and not (lengths is not None and spec.is_cross_attention)
+    may_hide_key = (
+        type(layer.position_bias) not in (NoneType, ALiBi, T5Bias)
+        or not spec.inputs.isdisjoint(("bias", "keep"))
+        or not every_query_sees_key(mask, own_keys=spec.has_own_keys)
+        or (lengths is not None and spec.is_cross_attention)
     )
-    queries_with_keys = "" if all_see or added or sinks else _queries_seeing_a_key(context, table, boolean=boolean)
+    queries_with_keys = ""
+    if may_hide_key and not added and not sinks:
+        queries_with_keys = _queries_seeing_a_key(context, table, boolean=boolean)
     if added:
         table = _prepend_column(context, table, torch.ones((), dtype=torch.bool) if boolean else torch.zeros(()))
     if sinks:
-        table = _prepend_column(context, _bias_of_bool_table(context, table, boolean=boolean), sink_logits(context))
+        if boolean:
+            table = context.graph.add_node("Where", table, context.zero_constant, context.hidden_bias)
+        table = _prepend_column(context, table, sink_logits(context))
     return MaskInputs(attn_mask=table, queries_with_keys=queries_with_keys)
 
 
@@ -77,46 +86,35 @@ def sink_logits(context: ExportContext) -> torch.Tensor:
     return sinks.reshape(1, -1, 1, 1)
 
 
-def _sum_of_biases(context: ExportContext) -> str | None:
-    """Add the input bias and the position bias, broadcasting to (batch, heads, queries, keys); None without either."""
-    bias, own = "bias" if "bias" in context.inputs else None, position_bias(context)
-    return context.graph.add_node("Add", own, bias) if own and bias else own or bias
-
-
 def _visible_cells(context: ExportContext) -> str | None:
     """Combine mask, lengths and `keep`: bool, broadcasting to (batch, heads, queries, keys); None if all are True."""
     graph, mask = context.graph, context.spec.mask
     parts = [] if isinstance(mask, Full) else [export_mask(graph, mask, context.position_values)]
     if context.key_lengths is not None:
-        counts = graph.add_node("Reshape", context.key_lengths, graph.add_integers(-1, 1, 1, 1))
+        counts = graph.add_node("Reshape", context.key_lengths, (-1, 1, 1, 1))
         parts.append(graph.add_node("Less", context.position_values.keys, counts, name="real"))
-    parts += ["keep"] if "keep" in context.inputs else []
-    return reduce(lambda one, other: graph.add_node("And", one, other), parts) if parts else None
+    parts += ["keep"] if "keep" in context.spec.inputs else []
+    return reduce(partial(graph.add_node, "And"), parts) if parts else None
 
 
 def _mask_or_bias_table(context: ExportContext, seen: str | None, bias: str | None) -> tuple[str, bool]:
     """Merge mask and bias to one tensor, (batch or 1, heads or 1, queries, keys), and return whether it is bool."""
     graph = context.graph
-    if seen is None and bias is None:
-        seen = graph.add_constant(torch.ones(1, 1, 1, 1, dtype=torch.bool), name="full")
-    table = (
-        str(bias or seen) if seen is None or bias is None else graph.add_node("Where", seen, bias, context.hidden_bias)
-    )
+    if seen and bias:
+        table = graph.add_node("Where", seen, bias, context.hidden_bias)
+    else:
+        table = bias or seen or graph.add_constant(torch.ones(1, 1, 1, 1, dtype=torch.bool), name="full")
     # Runtimes broadcast a mask over batch and heads only, so queries and keys are expanded here.
-    sizes = graph.add_node("Concat", graph.add_integers(1, 1), context.query_count, context.key_count, axis=0)
+    sizes = graph.add_node("Concat", (1, 1), context.query_count, context.key_count, axis=0)
     return graph.add_node("Expand", table, sizes, name="table"), bias is None
-
-
-def _bias_of_bool_table(context: ExportContext, table: str, *, boolean: bool) -> str:
-    return context.graph.add_node("Where", table, context.zero_constant, context.hidden_bias) if boolean else table
 
 
 def _prepend_column(context: ExportContext, table: str, column: torch.Tensor) -> str:
     """Prepend the column of an added key to a mask or a bias; the column is one value, or (1, heads, 1, 1)."""
     graph = context.graph
     if column.dim():  # the added column differs between heads, so the mask or bias gets a head axis
-        table = graph.add_node("Expand", table, graph.add_integers(*column.shape))
-    sizes = graph.add_node("Concat", graph.add_node("Shape", table, start=0, end=3), graph.add_integers(1), axis=0)
+        table = graph.add_node("Expand", table, column.shape)
+    sizes = graph.add_node("Concat", graph.add_node("Shape", table, start=0, end=3), (1,), axis=0)
     column = column if column.dtype == torch.bool else column.to(context.dtype)
     first = graph.add_node("Expand", graph.add_constant(column, name="column"), sizes)
     return graph.add_node("Concat", first, table, axis=-1, name="table")
@@ -124,14 +122,8 @@ def _prepend_column(context: ExportContext, table: str, column: torch.Tensor) ->
 
 def _queries_seeing_a_key(context: ExportContext, table: str, *, boolean: bool) -> str:
     graph = context.graph
-    best = graph.add_node("ReduceMax", table, graph.add_integers(-1), keepdims=1)
+    best = graph.add_node("ReduceMax", table, (-1,), keepdims=1)
     return best if boolean else graph.add_node("Not", graph.add_node("Equal", best, context.hidden_bias), name="some")
-
-
-def _which_lengths_are_positive(context: ExportContext, counts: str) -> str:
-    graph = context.graph
-    shaped = graph.add_node("Reshape", counts, graph.add_integers(-1, 1, 1, 1))
-    return graph.add_node("Greater", shaped, graph.add_integers(0), name="some")
 
 
 def position_bias(context: ExportContext) -> str | None:
@@ -143,19 +135,10 @@ def position_bias(context: ExportContext) -> str | None:
     module = context.layer.position_bias
     if module is None:
         return None
+    functions: dict[type, Callable[[ExportContext, Any], str]]
+    functions = {ALiBi: _alibi_bias, T5Bias: _t5_bias, LearnedBias: _learned_bias}
     with torch.no_grad():
-        if type(module) is ALiBi:
-            return _alibi_bias(context, module)
-        if type(module) is T5Bias:
-            return _t5_bias(context, module)
-        if type(module) is LearnedBias:
-            return _learned_bias(context, module)
-        return _constant_bias(context, module)
-
-
-def may_bias_hide_keys(context: ExportContext) -> bool:
-    """Whether the position bias may contain -inf, which hides a key."""
-    return type(context.layer.position_bias) not in (type(None), ALiBi, T5Bias)
+        return functions.get(type(module), _constant_bias)(context, module)
 
 
 def _distance_to_keys(context: ExportContext) -> str:
@@ -180,30 +163,27 @@ def _t5_bias(context: ExportContext, module: T5Bias) -> str:
         both_ways=module.both_ways,
     )
     table = graph.add_constant(module.weight.cpu()[buckets].T.to(context.dtype), name="t5")  # (heads, distances)
-    near = graph.add_node(
-        "Max", graph.add_node("Min", _distance_to_keys(context), graph.add_integers(reach)), graph.add_integers(-reach)
-    )
-    index = graph.add_node("Add", graph.add_node("Squeeze", near, graph.add_integers(1)), graph.add_integers(reach))
+    near = graph.add_node("Max", graph.add_node("Min", _distance_to_keys(context), (reach,)), (-reach,))
+    index = graph.add_node("Add", graph.add_node("Squeeze", near, (1,)), (reach,))
     bias = graph.add_node("Gather", table, index, axis=1)  # (heads, batch or 1, queries, keys)
     return graph.add_node("Transpose", bias, perm=[1, 0, 2, 3], name="t5_bias")
 
 
 def _learned_bias(context: ExportContext, module: LearnedBias) -> str:
     graph = context.graph
-    table = graph.add_constant(
-        module.weight.to(context.dtype), name="learned"
-    )  # (heads, query positions, key positions)
+    # (heads, query positions, key positions).
+    table = graph.add_constant(module.weight.to(context.dtype), name="learned")
     # rows are (batch or 1, queries).
-    rows = graph.add_node("Squeeze", context.position_values.queries, graph.add_integers(1, 3))
+    rows = graph.add_node("Squeeze", context.position_values.queries, (1, 3))
     start = context.spec.start
     if isinstance(start, Tensor) or start == "query_start":
         # Queries past the learned positions use the last row here, because they may be padding; for a fixed start they
         # are an error.
-        rows = graph.add_node("Min", rows, graph.add_integers(module.queries - 1))
+        rows = graph.add_node("Min", rows, (module.queries - 1,))
     if not isinstance(start, int):  # a query before the first key takes the first row
-        rows = graph.add_node("Max", rows, graph.add_integers(0))
+        rows = graph.add_node("Max", rows, (0,))
     bias = graph.add_node("Gather", table, rows, axis=1)  # (heads, batch or 1, queries, key positions)
-    bias = graph.add_node("Slice", bias, graph.add_integers(0), context.key_count, graph.add_integers(3))
+    bias = graph.add_node("Slice", bias, (0,), context.key_count, (3,))
     return graph.add_node("Transpose", bias, perm=[1, 0, 2, 3], name="learned_bias")
 
 

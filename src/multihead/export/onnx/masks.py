@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Literal, TypeAlias
 
 import torch
@@ -42,10 +42,8 @@ class PositionValues:
         `start` is the position of the first query: an int, a tensor (batch,), "end", or "query_start", an input
         (batch,).
         """
-        rows = graph.add_node("Reshape", graph.range_up_to(num_queries), graph.add_integers(1, 1, -1, 1), name="rows")
-        columns = graph.add_node(
-            "Reshape", graph.range_up_to(num_keys), graph.add_integers(1, 1, 1, -1), name="columns"
-        )
+        rows = graph.add_node("Reshape", graph.range_up_to(num_queries), (1, 1, -1, 1), name="rows")
+        columns = graph.add_node("Reshape", graph.range_up_to(num_keys), (1, 1, 1, -1), name="columns")
         if isinstance(start, int) and not start:
             return PositionValues(rows, columns)
         if isinstance(start, Tensor):
@@ -55,20 +53,15 @@ class PositionValues:
         elif start == "end":
             first = graph.add_node("Sub", num_keys, num_queries, name="query_start")
         else:
-            first = graph.add_node("Reshape", start, graph.add_integers(-1, 1, 1, 1))
+            first = graph.add_node("Reshape", start, (-1, 1, 1, 1))
         return PositionValues(graph.add_node("Add", rows, first, name="positions"), columns)
 
 
 def export_mask(graph: Graph, mask: Mask, positions: PositionValues) -> str:
     """Add nodes that compute a mask: bool, broadcasting to (batch, heads, queries, keys), True = visible."""
-    if isinstance(mask, And):
-        return reduce(
-            lambda one, other: graph.add_node("And", one, other), (export_mask(graph, p, positions) for p in mask.parts)
-        )
-    if isinstance(mask, Or):
-        return reduce(
-            lambda one, other: graph.add_node("Or", one, other), (export_mask(graph, p, positions) for p in mask.parts)
-        )
+    if isinstance(mask, (And, Or)):  # their names are those of the operators
+        parts = (export_mask(graph, part, positions) for part in mask.parts)
+        return reduce(partial(graph.add_node, type(mask).__name__), parts)
     if isinstance(mask, LeadingKeys):
         return _after_leading_keys(graph, mask, positions)
     if isinstance(mask, (Keep, Drop)):
@@ -81,12 +74,10 @@ def export_mask(graph: Graph, mask: Mask, positions: PositionValues) -> str:
     if isinstance(mask, Causal):
         return graph.add_node("LessOrEqual", positions.keys, positions.queries, name="causal")
     if isinstance(mask, Window):
-        low = graph.add_node("Sub", positions.queries, graph.add_integers(mask.size))
-        high = graph.add_node("Add", positions.queries, graph.add_integers(mask.after))
-        after, before = (
-            graph.add_node("Greater", positions.keys, low),
-            graph.add_node("LessOrEqual", positions.keys, high),
-        )
+        low = graph.add_node("Sub", positions.queries, (mask.size,))
+        high = graph.add_node("Add", positions.queries, (mask.after,))
+        after = graph.add_node("Greater", positions.keys, low)
+        before = graph.add_node("LessOrEqual", positions.keys, high)
         return graph.add_node("And", after, before, name="window")
     if isinstance(mask, (Lengths, Prefix)):
         counts = torch.as_tensor(mask.lengths if isinstance(mask, Lengths) else mask.length, dtype=torch.int64)
@@ -125,16 +116,13 @@ def _same_document(graph: Graph, mask: Documents, positions: PositionValues) -> 
 
     def document_of(positions: str) -> str:  # (batch or 1, 1, n, 1) -> the same
         passed = graph.add_cast(graph.add_node("GreaterOrEqual", positions, table), torch.int64)
-        return graph.add_node("ReduceSum", passed, graph.add_integers(-1), keepdims=1, name="document")
+        return graph.add_node("ReduceSum", passed, (-1,), keepdims=1, name="document")
 
     of_query = document_of(positions.queries)
-    columns = graph.add_node("Reshape", positions.keys, graph.add_integers(1, 1, -1, 1))
+    columns = graph.add_node("Reshape", positions.keys, (1, 1, -1, 1))
     of_key = graph.add_node("Transpose", document_of(columns), perm=[0, 1, 3, 2])
-    inside = graph.add_node(
-        "And",
-        graph.add_node("Less", of_query, graph.add_integers(count)),
-        graph.add_node("GreaterOrEqual", positions.queries, graph.add_integers(0)),
-    )
+    ends_later = graph.add_node("Less", of_query, (count,))
+    inside = graph.add_node("And", ends_later, graph.add_node("GreaterOrEqual", positions.queries, (0,)))
     return graph.add_node("And", graph.add_node("Equal", of_query, of_key), inside, name="same_document")
 
 
@@ -167,8 +155,8 @@ def _sizes_fixed_by(mask: Mask, leading_keys: int = 0) -> Iterator[tuple[str, in
                 yield axis, size + (leading_keys if axis == "keys" else 0)
     elif isinstance(mask, (Lengths, Prefix, Documents)):
         shape = torch.as_tensor(mask.length if isinstance(mask, Prefix) else mask.lengths).shape
-        axes = ("batch", "queries") if len(shape) == 2 or not isinstance(mask, Documents) else ()
-        for axis, size in zip(axes[: 1 if isinstance(mask, Documents) else 2], shape, strict=False):
+        fixed = shape[:-1] if isinstance(mask, Documents) else shape  # the last axis of Documents is the document
+        for axis, size in zip(("batch", "queries"), fixed, strict=False):
             if size != 1 or axis == "queries":
                 yield axis, size
 
