@@ -15,6 +15,7 @@ from multihead.masks.base import KeyBounds
 from multihead.masks.positions import TilePositions
 from multihead.scores.bias import bias_tile, index_bias
 from multihead.scores.terms import apply_softcap
+from multihead.tensors.shapes import consecutive_slices
 from multihead.tensors.tracing import is_intercepted
 
 
@@ -153,10 +154,9 @@ def first_key_of_queries(request: AttentionRequest, bounds: KeyBounds) -> Tensor
     first = bounds.start.masked_fill(bounds.sees_nothing, none)
     if (bounds.remainder is None and request.bias is None) or not request.shape.batch:
         return first
-    queries = request.shape.query_length
     found = [
-        _search_first_keys(request, bounds, slice(row, min(row + FIRST_TILE_QUERIES, queries)))
-        for row in range(0, queries, FIRST_TILE_QUERIES)
+        _search_first_keys(request, bounds, rows)
+        for rows in consecutive_slices(request.shape.query_length, FIRST_TILE_QUERIES)
     ]
     # The results are not expanded to the batch size of the call: calls of other batch sizes share cached results.
     samples = max((each.shape[0] for each in found), default=1)

@@ -22,10 +22,10 @@ from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
-from multihead.probes.catalogue import PROBES
+from multihead.probes.catalogue import DEFAULT, PROBES
 from multihead.probes.context import MAP_SIZE, PoolOperation
 from multihead.probes.probe import Probe
-from multihead.probes.statistics import ProbeOrName, default_probes, resolve_probes
+from multihead.probes.statistics import ProbeOrName, resolve_probes
 from multihead.tensors.tracing import run_uncompiled
 
 
@@ -88,7 +88,7 @@ def observe(
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
     check_kinds((*KINDS, *kinds))
-    asked = default_probes() if probes is None else resolve_probes(probes)
+    asked = DEFAULT if probes is None else resolve_probes(probes)
     chosen = resolve_probes((*asked, *probes_of(kinds)))
     _check_options(model, keep, map_size, map_pool, chosen)
     root = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper

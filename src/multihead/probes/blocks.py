@@ -30,7 +30,7 @@ from multihead.probes.tile import (
     score_base,
 )
 from multihead.scores.bias import bias_tile, slice_bias, values_of
-from multihead.tensors.shapes import index_axes
+from multihead.tensors.shapes import consecutive_slices, index_axes
 from multihead.tensors.tracing import is_traced
 
 SCORES_PER_STRIP = 1 << 24  # scores of one head per strip of rows; cancellation is checked before each strip
@@ -248,8 +248,7 @@ def _sum_strip_in_torch(part: AttentionRequest, shown: KeyBounds, logsumexp: Ten
     height = max(SCORES_PER_DENSE_STRIP // width // block[0], 1) * block[0]
     key = torch.arange(part.shape.key_length, device=part.shape.device)
     found = []
-    for first in range(0, part.shape.query_length, height):
-        rows = slice(first, first + height)
+    for rows in consecutive_slices(part.shape.query_length, height):
         inside = (key >= shown.start[:, rows, None]) & (key < shown.stop[:, rows, None])
         row = logsumexp[:, :, rows, None]  # (1, heads, rows, 1)
         counted = inside[:, None] & visible_cells(part, rows) & (row != -torch.inf) & ~row.isnan()

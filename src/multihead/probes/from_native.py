@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cache
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
@@ -22,7 +21,6 @@ from multihead.kernels.parts import PartName
 from multihead.masks.base import KeyBounds
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.pooling import PooledMap
 from multihead.tensors.tracing import is_traced
 
 
@@ -33,21 +31,12 @@ def supports_call(request: AttentionRequest, bounds: KeyBounds) -> bool:
 
 def measurable_parts(context: ProbeContext, parts: Collection[PartName]) -> frozenset[PartName]:
     """Return the subset of `parts` that the native kernel can measure with this context."""
-    known = _native_parts(
-        mean=context.map_pool == "mean", first=context.first_key is None, special=context.special_keys is not None
-    )
-    return known.intersection(parts)
-
-
-@cache
-def _native_parts(*, mean: bool, first: bool, special: bool) -> frozenset[PartName]:
-    """Return all parts that the kernel measures; the flags include the pooled map, first-key and special-key parts."""
-    known = PARTS_OF_ONE_PASS | PARTS_OF_SECOND_PASS
-    if not mean:
+    known = (PARTS_OF_ONE_PASS | PARTS_OF_SECOND_PASS).intersection(parts)
+    if context.map_pool != "mean":
         known -= {"pooled_map"}
-    if not first:
+    if context.first_key is not None:
         known -= {FIRST_KEY_WEIGHT}  # the kernel assumes that the first key is in the call
-    return known if special else known - {SPECIAL_KEYS_WEIGHT}
+    return known if context.special_keys is not None else known - {SPECIAL_KEYS_WEIGHT}
 
 
 def run_first_pass(
@@ -80,21 +69,15 @@ def measure(call: MeasuredCall, parts: Collection[PartName]) -> dict[PartName, T
 
 def _measure_received_and_map(call: MeasuredCall, *, mapped: bool) -> dict[PartName, Tensor]:
     """Measure "received", the sum of the weights on each key, and "pooled_map" if `mapped`."""
-    request, shape = call.request, call.request.shape
-
-    def empty_map() -> PooledMap:
-        sizes = (shape.num_heads, shape.query_length, shape.key_length)
-        return PooledMap.zero(*sizes, size=call.context.map_size, device=torch.device("cpu"))
-
-    cell = (empty_map().row_block, empty_map().column_block) if mapped else None
-    received, sums = sum_weights_per_key(request, call.bounds, call.logsumexp.float(), cell=cell)
+    shape = call.request.shape
+    empty = call.empty_map(shape.num_heads)
+    cell = (empty.row_block, empty.column_block) if mapped else None
+    received, sums = sum_weights_per_key(call.request, call.bounds, call.logsumexp.float(), cell=cell)
     found: dict[PartName, Tensor] = {"received": received}
     if sums is not None:
-        means = [empty_map().sums]  # an empty batch needs the shape of a map
+        found["pooled_map"] = sums.double()
         for sample in range(shape.batch):
-            pooled = empty_map()
-            pooled.sums.copy_(sums[sample])
-            pooled.count_visible_cells(request, call.bounds, sample)
-            means.append(pooled.means())
-        found["pooled_map"] = torch.stack(means)[1:]
+            pooled = replace(call.empty_map(shape.num_heads), sums=found["pooled_map"][sample])
+            pooled.count_visible_cells(call.request, call.bounds, sample)
+            found["pooled_map"][sample] = pooled.means()
     return found

@@ -15,8 +15,10 @@ from multihead.kernels.nonfinite import replace_nonfinite
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
 from multihead.probes.context import ProbeContext
+from multihead.probes.pooling import PooledMap
 from multihead.probes.tile import RowLogsumexps, has_large_logsumexp, logsumexp_of_rows, request_in_float64, score_base
 from multihead.scores.bias import RelativeBias, index_bias
+from multihead.tensors.shapes import consecutive_slices
 
 ROWS_PER_STEP = 256  # queries per step if visibility is evaluated cell by cell
 
@@ -49,10 +51,8 @@ class MeasuredCall:
         bounds = bounds_of(request)
         base = score_base(request, logsumexp)
         if base is not None or (logsumexp.dtype != torch.float64 and has_large_logsumexp(logsumexp)):
-            heads, rows = torch.arange(request.shape.num_heads), slice(0, request.shape.query_length)
-            logsumexp = logsumexp_of_rows(
-                request, logsumexp, RowLogsumexps(), heads.to(request.shape.device), rows, base
-            )
+            heads = torch.arange(request.shape.num_heads, device=request.shape.device)
+            logsumexp = logsumexp_of_rows(request, logsumexp, RowLogsumexps(), heads, slice(None), base)
             request = request_in_float64(request)
         return MeasuredCall(request, bounds, logsumexp, context, result, base)
 
@@ -96,6 +96,11 @@ class MeasuredCall:
     def _has_large_logsumexp(self) -> bool:
         return has_large_logsumexp(self.logsumexp)
 
+    def empty_map(self, heads: int) -> PooledMap:
+        """Return a map of some heads of one sample, without weights."""
+        shape, size = self.request.shape, self.context.map_size
+        return PooledMap.zero(heads, shape.query_length, shape.key_length, size=size, device=shape.device)
+
     @cached_property
     def positions(self) -> Tensor:
         """Position of each query among the keys: (batch, queries) int64."""
@@ -138,8 +143,7 @@ class MeasuredCall:
         shape = self.request.shape
         clamped = keys.clamp(0, max(shape.key_length - 1, 0))
         found = []
-        for first in range(0, shape.query_length, ROWS_PER_STEP):
-            rows = slice(first, min(first + ROWS_PER_STEP, shape.query_length))
+        for rows in consecutive_slices(shape.query_length, ROWS_PER_STEP):
             shown = visible_cells(self.request, rows)  # (batch or 1, heads or 1, rows or 1, keys or 1)
             heads = shown.shape[1]
             shown = shown.expand(shape.batch, heads, rows.stop - rows.start, shape.key_length)

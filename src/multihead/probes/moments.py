@@ -53,13 +53,12 @@ class DistanceMoments:
 
         About the middle of a group the squares are at most 240, so float32 rounds them by far less than a token.
         """
-        about = torch.arange(KEYS_PER_GROUP, device=weights.device, dtype=weights.dtype) - (KEYS_PER_GROUP - 1) / 2
+        half = (KEYS_PER_GROUP - 1) / 2
+        about = torch.arange(KEYS_PER_GROUP, device=weights.device, dtype=weights.dtype) - half
         parts = weights.unflatten(-1, (-1, KEYS_PER_GROUP))  # (heads, rows, parts, GROUP)
         mass, once, twice = parts.sum(-1).double(), (parts @ about).double(), (parts @ about.square()).double()
-        middles = (
-            torch.arange(parts.shape[2], device=weights.device, dtype=torch.float64) * KEYS_PER_GROUP
-            + (KEYS_PER_GROUP - 1) / 2
-        )
+        number = torch.arange(parts.shape[2], device=weights.device, dtype=torch.float64)
+        middles = number * KEYS_PER_GROUP + half
         whole = mass.sum(-1)
         mean = (mass * middles + once).sum(-1) / _zeros_to_ones(whole)  # counted from the first key
         # sum p (c + m - mean)^2 = sum p c^2 + 2 (m - mean) sum p c + (m - mean)^2 sum p, with c about the middle m.

@@ -10,7 +10,7 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import visible_cells
 from multihead.masks.base import KeyBounds
-from multihead.tensors.shapes import index_axes
+from multihead.tensors.shapes import consecutive_slices, index_axes
 
 MAX_INTERVALS_AT_ONCE = 1 << 22  # queries x column blocks per step if cells are counted from intervals
 ROWS_PER_STEP = 256  # queries per step if visible (query, key) cells are counted one by one
@@ -81,10 +81,9 @@ class PooledMap:
             self.counts.add_(count_cells_of_intervals(bounds.start[row], bounds.stop[row], self.counts.shape[2], block))
             return
         shape = request.shape
-        for first in range(0, shape.query_length, ROWS_PER_STEP):
-            rows = slice(first, min(first + ROWS_PER_STEP, shape.query_length))
+        for rows in consecutive_slices(shape.query_length, ROWS_PER_STEP):
             shown = index_axes(visible_cells(request, rows), {0: slice(sample, sample + 1), 1: heads})[0]
-            self.count_cells(shown.expand(-1, rows.stop - first, shape.key_length), rows)
+            self.count_cells(shown.expand(-1, rows.stop - rows.start, shape.key_length), rows)
 
     def count_cells(self, shown: Tensor, rows: slice) -> None:
         """Add the visible cells of some rows, given as (heads or 1, rows, keys) bool, to the counts."""

@@ -188,7 +188,13 @@ class Probe(Statistic):
                 f"The function of {self.name} is {self.of!r}.",
                 'Give one, such as lambda parts: parts["entropy"].exp().',
             )
-        object.__setattr__(self, "parts", _checked_parts(self.name, self.parts))
+        if not isinstance(self.parts, Set) or not self.parts:
+            raise ArgumentError(
+                f"The parts of {self.name} are {self.parts!r}.", 'Give a set of at least one, such as {"entropy"}.'
+            )
+        for part in self.parts:
+            check_part(part)
+        object.__setattr__(self, "parts", frozenset(self.parts))
         if len({_AXES_OF_PART.get(part, "queries") for part in self.parts}) > 1:
             raise ArgumentError(
                 f"The parts of {self.name} have different shapes.",
@@ -223,12 +229,3 @@ class Probe(Statistic):
         if self.only_part is not None:
             return self
         return Statistic(self.name, **self.display(), counted=self.counted)
-
-
-def _checked_parts(name: str, parts: object) -> frozenset[PartName]:
-    """Return the parts of a probe as a frozenset; an ArgumentError if one is unknown or there is none."""
-    if not isinstance(parts, Set) or not parts:
-        raise ArgumentError(f"The parts of {name} are {parts!r}.", 'Give a set of at least one, such as {"entropy"}.')
-    for part in parts:
-        check_part(part)
-    return frozenset(parts)

@@ -33,16 +33,11 @@ class _TokenGroup:
     keys: Tensor
 
 
-def supports_call(call: MeasuredCall) -> bool:
-    """Whether `measure_repeats` supports a call: each query sees one interval of keys."""
-    return call.bounds.remainder is None
-
-
 def measure_repeats(call: MeasuredCall, parts: Collection[PartName]) -> dict[PartName, Tensor]:
     """Sum each query's weights on earlier occurrences of its token, or on the keys after them.
 
     Args:
-        call: a call for which `supports_call` is True, with token ids in its context.
+        call: a call with token ids in its context, in which each query sees one interval of keys.
         parts: "duplicate_mass", "induction_mass" or both.
 
     Returns:
@@ -61,10 +56,8 @@ def measure_repeats(call: MeasuredCall, parts: Collection[PartName]) -> dict[Par
                 chunk = _drop_hidden_keys(call, index, chunk)  # noqa: PLW2901
                 for part, total in found.items():
                     queries = chunk.queries.flatten()
-                    sums = _sum_weights_at_shift(call, sample, index, chunk, KEY_SHIFTS[part]).flatten(
-                        1
-                    )  # (heads, tokens * n)
-                    total[index].index_add_(1, queries.clamp(min=0), sums.to(total.dtype))
+                    sums = _sum_weights_at_shift(call, sample, index, chunk, KEY_SHIFTS[part])  # (heads, tokens, n)
+                    total[index].index_add_(1, queries.clamp(min=0), sums.flatten(1).to(total.dtype))
     return found
 
 
@@ -87,10 +80,9 @@ def _group_by_token(ids: Tensor, positions: Tensor) -> Iterator[_TokenGroup]:
     number_begin = number.cumsum(0) - number
     for most in size[number > 0].unique().tolist():
         tokens = ((size == most) & (number > 0)).nonzero()[:, 0]
-        keys = _slices_as_rows(order, begin[tokens], count[tokens], most)
-        yield _TokenGroup(
-            _slices_as_rows(by_token, number_begin[tokens], number[tokens], int(number[tokens].max())), keys
-        )
+        width = int(number[tokens].max())
+        queries = _slices_as_rows(by_token, number_begin[tokens], number[tokens], width)
+        yield _TokenGroup(queries, _slices_as_rows(order, begin[tokens], count[tokens], most))
 
 
 def _slices_as_rows(values: Tensor, begin: Tensor, count: Tensor, width: int) -> Tensor:

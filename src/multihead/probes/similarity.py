@@ -11,6 +11,7 @@ from multihead.errors import ArgumentError, ShapeError
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import without_autocast
 from multihead.probes.tile import head_indices, tile
+from multihead.tensors.shapes import consecutive_slices
 
 MAX_WEIGHTS_AT_ONCE = 1 << 21  # maximum number of weights of pairs of heads that are compared at once
 HeadSelection = int | Sequence[int] | slice
@@ -98,8 +99,7 @@ def _add_divergences(total: Tensor, count: Tensor, one: tuple[Tensor, Tensor], o
     (p, sees), (r, also) = one, other
     entropy_p, entropy_r = entropy_of(p), entropy_of(r)
     step = max(1, MAX_WEIGHTS_AT_ONCE // r.numel())
-    for begin in range(0, len(p), step):
-        some = slice(begin, begin + step)
+    for some in consecutive_slices(len(p), step):
         middle = entropy_of((p[some, None] + r) / 2)  # (some heads, other heads, rows)
         apart = middle - (entropy_p[some, None] + entropy_r) / 2
         both = sees[some, None] & also

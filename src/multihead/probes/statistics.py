@@ -112,15 +112,9 @@ def _inputs_given(request: AttentionRequest, context: ProbeContext, *, has_value
 
 
 @cache
-def default_probes() -> tuple[Probe, ...]:
-    """Return the probes named in DEFAULT."""
-    return tuple(PROBES[name] for name in DEFAULT)
-
-
-@cache
 def _default_for_inputs(given: frozenset[ProbeInput]) -> tuple[Probe, ...]:
     """Return the default probes that need only the inputs `given`."""
-    return tuple(probe for probe in default_probes() if probe.needs <= given)
+    return tuple(PROBES[name] for name in DEFAULT if PROBES[name].needs <= given)
 
 
 def possible_probes(
@@ -366,7 +360,7 @@ def measure_parts(
             case "output_norm" if call.context.output_weight is not None:
                 found[part] = weighted_values.output_norms(call, call.context.output_weight)
     repeated = parts & {"duplicate_mass", "induction_mass"}
-    if repeated and repeats.supports_call(call):
+    if repeated and call.bounds.remainder is None:
         found |= repeats.measure_repeats(call, repeated)
     found |= _measure_over_all_keys(call, parts - found.keys(), sets)
     if call.result is not None and call.result.head_factors is not None and call.context.output_weight is not None:

@@ -20,9 +20,8 @@ from multihead.kernels.dense_tile import scores, visible_cells, working_dtype
 from multihead.kernels.parts import PartName
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.moments import KEYS_PER_GROUP, DistanceMoments
-from multihead.probes.pooling import PooledMap
 from multihead.scores.bias import index_bias
-from multihead.tensors.shapes import index_axes
+from multihead.tensors.shapes import consecutive_slices, index_axes
 
 TILE_QUERIES = 64  # queries per tile
 TILE_KEYS = 512  # keys per tile
@@ -104,7 +103,7 @@ def measure_in_tiles(
     if "received" in parts:
         found["received"] = zeros(shape.key_length)
     if "pooled_map" in parts:
-        found["pooled_map"] = zeros(*_empty_map(call, 1).sums.shape[1:])
+        found["pooled_map"] = zeros(*call.empty_map(1).sums.shape[1:])
     weighted_sums = None if columns is None else zeros(shape.query_length, columns.shape[-1])
     for group in _groups_of_call(call):
         _measure_group(call, group, found, columns, weighted_sums)
@@ -115,12 +114,6 @@ def measure_in_tiles(
     return {part: found[part] for part in parts}, weighted_sums
 
 
-def _empty_map(call: MeasuredCall, heads: int) -> PooledMap:
-    shape = call.request.shape
-    size = call.context.map_size
-    return PooledMap.zero(heads, shape.query_length, shape.key_length, size=size, device=shape.device)
-
-
 def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
     """Yield the groups of heads of each sample of a call; a group has at most TILE_WEIGHTS weights per tile."""
     shape = call.request.shape
@@ -128,8 +121,7 @@ def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
     most = max(1, cells // (rows * width * shape.heads_per_kv_head))  # key/value heads per group
     for index in range(shape.batch):
         sample = call.request_of_sample(index)
-        for first in range(0, shape.num_kv_heads, most):
-            kv = slice(first, min(first + most, shape.num_kv_heads))
+        for kv in consecutive_slices(shape.num_kv_heads, most):
             heads = slice(kv.start * shape.heads_per_kv_head, kv.stop * shape.heads_per_kv_head)
             part = replace(
                 sample,
@@ -177,10 +169,8 @@ def _measure_group(
         weighted_sums: the weighted sums of the numbers per key, or None.
     """
     shape = call.request.shape
-    pooled = _empty_map(call, group.heads.stop - group.heads.start) if "pooled_map" in found else None
-    height = _tile_size(shape.device)[0]
-    for first in range(0, shape.query_length, height):
-        rows = slice(first, min(first + height, shape.query_length))
+    pooled = call.empty_map(group.heads.stop - group.heads.start) if "pooled_map" in found else None
+    for rows in consecutive_slices(shape.query_length, _tile_size(shape.device)[0]):
         place = (group.sample, group.heads, rows)
         sums = {part: found[part][place] for part in found.keys() & _PER_QUERY_PARTS}  # views of `found`
         moments = DistanceMoments.zero(call.logsumexp[place].double()) if "mean_distance" in sums else None

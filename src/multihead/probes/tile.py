@@ -29,7 +29,7 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import scores, select_request_heads, visible_cells, without_autocast, working_dtype
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import bias_tile, values_of, with_values
-from multihead.tensors.shapes import index_axes
+from multihead.tensors.shapes import consecutive_slices, index_axes
 from multihead.tensors.tracing import is_traced
 
 MAX_SCORES_PER_BLOCK = 1 << 20  # scores in float64 at a time, unless MIN_ROWS rows of one head are more
@@ -172,8 +172,7 @@ def score_base(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
     if not bool(huge.any()):
         return None
     found = []
-    for first in range(0, request.shape.query_length, MIN_ROWS_PER_BLOCK):
-        rows = slice(first, first + MIN_ROWS_PER_BLOCK)
+    for rows in consecutive_slices(request.shape.query_length, MIN_ROWS_PER_BLOCK):
         bias = bias_tile(request.bias, request.shape, rows, slice(None)).detach()
         largest = bias.masked_fill(~visible_cells(request, rows), -torch.inf).amax(-1)
         found.append(largest.expand_as(huge[:, :, rows]))
@@ -312,10 +311,8 @@ def _computed_or_recorded_logsumexp(
     near = apart <= rounding * (1 + recorded.abs())
     if is_traced() or not bool(near.all()):
         # A score may be smaller than its terms, so its rounding error is bounded by the product of the norms.
-        q, k = (
-            request.q[:, heads][:, :, rows].to(own.dtype),
-            request.k[:, heads // request.shape.heads_per_kv_head].to(own.dtype),
-        )
+        q = request.q[:, heads][:, :, rows].to(own.dtype)
+        k = request.k[:, heads // request.shape.heads_per_kv_head].to(own.dtype)
         norms = k.norm(dim=-1).nan_to_num(nan=0, posinf=0)  # keys with NaN or inf are hidden from these queries
         size = q.norm(dim=-1) * norms.amax(-1, keepdim=True) * abs(request.scale)
         near = apart <= rounding * (1 + recorded.abs() + size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -211,6 +211,16 @@ def index_axes(tensor: Tensor, indices: Mapping[int, slice | Tensor]) -> Tensor:
         if tensor.shape[axis] > 1:
             tensor = tensor[(slice(None),) * axis + (index,)]
     return tensor
+
+
+def consecutive_slices(length: int, step: int) -> Iterator[slice]:
+    """Yield slices of `step` consecutive indices, the last one may be shorter, that cover an axis of a given length.
+
+    >>> list(consecutive_slices(5, 2))
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
 
 
 def describe_type(value: object) -> str:

@@ -12,6 +12,7 @@ from multihead.errors import MaskError, ProbeError
 from multihead.kinds import LOCAL_REACH
 from multihead.probes.catalogue import offset_mass
 from multihead.record.sample import SampleRecord
+from multihead.tensors.shapes import consecutive_slices
 
 MAX_TILE_CELLS = 1 << 20
 """Largest number of heads x queries x keys in a tile: 8 MB in float64, to fit into a CPU cache."""
@@ -42,14 +43,12 @@ class Visibility:
 
 
 def query_blocks(num_queries: int, cells_per_query: int) -> Iterator[slice]:
-    """Yield slices of queries with at most `MAX_TILE_CELLS` cells each, but at least one query.
+    """Return slices of queries with at most `MAX_TILE_CELLS` cells each, but at least one query.
 
     >>> list(query_blocks(5, 1 << 19))
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
-    step = max(1, MAX_TILE_CELLS // max(1, cells_per_query))
-    for start in range(0, num_queries, step):
-        yield slice(start, min(start + step, num_queries))
+    return consecutive_slices(num_queries, max(1, MAX_TILE_CELLS // max(1, cells_per_query)))
 
 
 def visibility_of(sample: SampleRecord) -> Visibility:
@@ -156,12 +155,10 @@ def _name_of_pattern(count: Tensor, start: Tensor, stop: Tensor, query_start: in
         # For one query at the end of its keys (a decoding step), full and causal masks are equal.
         return "full", 0, 0
     after, before = int((stop - 1 - position).max()), int((position - start).max())
-    if after < 0 or before < 0:
+    ends_as_window = after >= 0 and before >= 0 and bool((stop == (position + after + 1).clamp(max=keys)).all())
+    starts_at_first_key = bool((start == 0).all())
+    if not ends_as_window or not (starts_at_first_key or bool((start == (position - before).clamp(min=0)).all())):
         return "other", 0, 0
-    if not bool((stop == (position + after + 1).clamp(max=keys)).all()):
-        return "other", 0, 0
-    if bool((start == 0).all()):
-        return ("causal", 0, 0) if after == 0 else ("window", before, after)
-    if not bool((start == (position - before).clamp(min=0)).all()):
-        return "other", 0, 0
-    return ("causal window" if after == 0 else "window"), before, after
+    if after > 0:
+        return "window", before, after
+    return ("causal", 0, 0) if starts_at_first_key else ("causal window", before, 0)
