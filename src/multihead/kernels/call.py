@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +128,10 @@ class AttentionRequest:
     origin: CallOrigin | None = None
     scales: Int8Scales | None = None
     dropout_slice: DropoutSlice | None = None
+
+    def with_tensors(self, q: Tensor, k: Tensor, v: Tensor, **changes: Any) -> AttentionRequest:
+        """Return the request with other q, k and v, their shape, and other changed attributes."""
+        return replace(self, q=q, k=k, v=v, shape=AttentionShape.from_tensors(q, k, v), **changes)
 
     def with_dequantised_keys(self) -> AttentionRequest:
         """Return the request with int8 k and v converted to the dtype of q."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -103,15 +103,17 @@ def observe(
     )
     record.add_kinds(*kinds)
     bypassed: list[str] = []
-    with ExitStack() as stack:
-        stack.enter_context(huggingface.install(root, bypassed.append))
-        stack.enter_context(run_models_padded())
-        stack.enter_context(run_uncompiled())  # calls inside a compiled graph cannot be recorded
-        measuring = StatisticsMeasurer(root, names, chosen, tuple(special_ids), map_size, map_pool)
-        inputs = stack.enter_context(track_inputs(root))
+    measuring = StatisticsMeasurer(root, names, chosen, tuple(special_ids), map_size, map_pool)
+    # Models run uncompiled, because calls inside a compiled graph cannot be recorded.
+    with (
+        huggingface.install(root, bypassed.append),
+        run_models_padded(),
+        run_uncompiled(),
+        track_inputs(root) as inputs,
+    ):
         recorder = Recorder(record, inputs, layer_filter, keep, measuring)
-        stack.enter_context(listen(recorder))
-        yield record
+        with listen(recorder):
+            yield record
     aligned = alignment_heads(root)
     for layer in record.layers:
         layer.alignment_heads = aligned.get(layer.name, ())

@@ -216,14 +216,14 @@ class Transfer:
     """An asynchronous transfer of tensors to one rank and from another rank, which overlaps with computing.
 
     Args:
-        ranks: the ranks; r is this rank.
+        ranks: the ranks; this rank has the index r.
         sent: the tensors to send to rank r + distance, as `slice_token_major` returns them.
         like: tensors (batch, heads, any number of tokens, dim) with the sizes and dtypes of the received tensors.
         ranges: the ranges of tokens that are received from rank r - distance, one message per range and tensor.
-        distance: as above; both ranks are modulo the number of ranks.
+        distance: number of ranks from the sender to the receiver of a message, counted in a circle.
 
     Attributes:
-        ranges: see above.
+        ranges: the ranges of tokens that are received.
     """
 
     def __init__(

@@ -173,12 +173,8 @@ def _head_dim(module: nn.Module) -> Any:
 
 def _count_heads(module: nn.Module) -> tuple[int, int]:
     """Return the numbers of query heads and key/value heads of a layer that is not yet split."""
-
-    def heads_of_projection(name: str) -> int:
-        projection: Any = module.get_submodule(name)
-        return int(projection.out_features // _head_dim(module))
-
-    if hasattr(module, "q_proj"):
-        return heads_of_projection("q_proj"), heads_of_projection("k_proj")
-    heads = heads_of_projection("query_key_value") // 3
+    head_dim, projections = _head_dim(module), dict[str, Any](module.named_children())
+    if "q_proj" in projections:
+        return projections["q_proj"].out_features // head_dim, projections["k_proj"].out_features // head_dim
+    heads = projections["query_key_value"].out_features // head_dim // 3
     return heads, heads

@@ -141,14 +141,13 @@ def plan_ring(mask: Mask, length: int, layout: Layout, rank: int) -> RingPlan:
     """Plan ring attention for one rank, given the mask and the length of the whole sequence; plans are cached."""
     of_mask = mask.cache_key()
     key = None if of_mask is None else (of_mask, length, layout, rank)
-    known = _RING_PLANS.entries.get(key)
-    if known is not None:
-        return known
-    bounds = key_bounds(mask, queries=length, keys=length)
-    steps = [_steps_of_rank(mask, bounds, length, layout, rank, distance) for distance in range(layout.ranks)]
-    found = RingPlan(length, mask, bounds, tuple(chain.from_iterable(steps)))
-    if key is not None:
-        _RING_PLANS.add(key, found, bounds)
+    found = _RING_PLANS.entries.get(key)
+    if found is None:
+        bounds = key_bounds(mask, queries=length, keys=length)
+        steps = [_steps_of_rank(mask, bounds, length, layout, rank, distance) for distance in range(layout.ranks)]
+        found = RingPlan(length, mask, bounds, tuple(chain.from_iterable(steps)))
+        if key is not None:
+            _RING_PLANS.add(key, found, bounds)
     return found
 
 

@@ -45,7 +45,6 @@ from multihead.parallel.measuring import MergedStatistics, measure_over_keys
 from multihead.parallel.plan import MapPiece, RingPlan, RingStep
 from multihead.scores.bias import Bias, slice_bias, values_of, with_values
 from multihead.scores.terms import add_sinks
-from multihead.tensors.shapes import AttentionShape
 
 Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"  # of q, k, v and the values of the bias
 
@@ -101,14 +100,11 @@ def request_of_piece(
         k: (batch, kv_heads, keys, head_dim), of which `piece.key_slice` are the keys of the piece.
         v: (batch, kv_heads, keys, value_dim).
     """
-    q, k, v = q[:, :, piece.query_slice], k[:, :, piece.key_slice], v[:, :, piece.key_slice]
     first_query, first_key = piece.rows[0], piece.keys[0]
-    return replace(
-        request,
-        q=q,
-        k=k,
-        v=v,
-        shape=AttentionShape.from_tensors(q, k, v),
+    return request.with_tensors(
+        q[:, :, piece.query_slice],
+        k[:, :, piece.key_slice],
+        v[:, :, piece.key_slice],
         mask=piece.mask,
         bias=None if request.bias is None else slice_bias(request.bias, length, piece.rows, piece.keys),
         dropout_slice=dropout_of_piece(request, query_start=first_query, key_start=first_key),

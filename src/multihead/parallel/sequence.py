@@ -464,17 +464,13 @@ class _SplitOverRanks:
         named = zip(parts.items(), exchanged, strict=True)
         return AttentionResult(output, logsumexp, {part: value.to(own.dtype) for (part, own), value in named})
 
-    def _request_of_heads(self, request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor) -> AttentionRequest:
+    def _request_of_heads(self, request: AttentionRequest, *qkv: Tensor) -> AttentionRequest:
         """Return a request for this rank's heads, given q, k and v of these heads for the whole sequence."""
         total = request.shape.num_heads
         count = total // self.ranks.size
         own = slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)
-        return replace(
-            request,
-            q=q,
-            k=k,
-            v=v,
-            shape=AttentionShape.from_tensors(q, k, v),
+        return request.with_tensors(
+            *qkv,
             mask=request.mask.select_heads(lambda x: x[:, own] if x.shape[1] > 1 else x),
             bias=index_bias(request.bias, {1: own}),
             sinks=None if request.sinks is None else request.sinks[own],
