@@ -139,12 +139,8 @@ class StatisticsMeasurer:
             complete_statistics(request, logsumexp, probes, context, parts=parts, result=call.result), sample_spans
         )
         sees = real & (logsumexp.cpu() != -torch.inf)
-
-        def occurs_earlier() -> Tensor:
-            flat = distinct.flatten()
-            return occurred_before(torch.arange(len(flat)), flat).view(real.shape)
-
-        where = sees, positions, num_keys, occurs_earlier
+        flat = distinct.flatten()
+        where = sees, positions, num_keys, lambda: occurred_before(torch.arange(len(flat)), flat).view(real.shape)
         return {
             probe.name: MeasuredStatistic(found[probe.name].cpu(), queries_that_count(probe.counted, *where))
             for probe in probes

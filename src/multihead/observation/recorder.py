@@ -278,11 +278,8 @@ class Recorder:
         """Return the chance levels of a call, cached per forward pass for layers with the same visible keys."""
         request = call.request
         sizes = request.shape.batch, request.shape.query_length, request.shape.key_length
-        where = (
-            content_key(each)
-            for each in (request.query_start, sample_spans.packed_lengths, sample_spans.real_queries, ids.queries)
-        )
-        key = (sizes, *where, *visibility_key(request))
+        contents = request.query_start, sample_spans.packed_lengths, sample_spans.real_queries, ids.queries
+        key = (sizes, *map(content_key, contents), *visibility_key(request))
         if key not in self._chance_levels:
             self._chance_levels[key] = self.measurer.measure_chance_levels(call, sample_spans, ids)
         return self._chance_levels[key]
@@ -305,7 +302,8 @@ class Recorder:
             return False
         request, logsumexp = call.request, call.result.logsumexp.detach()
         device = self._device_of_record(request)
-        parts = {part: value.cpu() for part, value in parts.items()}
+        if request.shape.device.type != "cpu":
+            parts = {part: value.cpu() for part, value in parts.items()}
         shared = device == sample_spans.request.shape.device and request.sinks is None and request.bias is None
         bare = sample_spans.request if shared else self._request_without_tensors(request, device)
         batch = RecordedBatch(
