@@ -105,8 +105,9 @@ def draw_line_chart(
         along = (scale(x) - first) / (last - first or 1)
         return LEFT + along * (right - LEFT), HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
-    def points_of(curve: Curve, shares: Sequence[float]) -> list[tuple[float, float]]:
-        return [point_at(x, share) for x, share in zip(curve.x, shares, strict=True)]
+    def points_of(curve: Curve, shares: Sequence[float]) -> list[str]:
+        points = (point_at(x, share) for x, share in zip(curve.x, shares, strict=True))
+        return [f"{x:.1f},{y:.1f}" for x, y in points]
 
     elements = []
     for share in SHARES_ON_AXIS:
@@ -120,11 +121,11 @@ def draw_line_chart(
         _, y = point_at(min(x_ticks), level[0])
         elements += [_svg_line("level", LEFT, y, right, y), _svg_text("tick", right - 2, y - 4, level[1], "end")]
     for curve in curves:
-        band = [*points_of(curve, curve.high), *reversed(points_of(curve, curve.low))]
-        elements.append(f'<polygon class="band {curve.css_class}" points="{_format_svg_points(band)}"/>')
+        band = " ".join([*points_of(curve, curve.high), *reversed(points_of(curve, curve.low))])
+        elements.append(f'<polygon class="band {curve.css_class}" points="{band}"/>')
     for curve in curves:
-        line = points_of(curve, curve.y)
-        elements.append(f'<polyline class="curve {curve.css_class}" points="{_format_svg_points(line)}"/>')
+        line = " ".join(points_of(curve, curve.y))
+        elements.append(f'<polyline class="curve {curve.css_class}" points="{line}"/>')
     ends = [point_at(curve.x[-1], curve.y[-1]) for curve in curves]
     for curve, (x, y), height in zip(curves, ends, _space_names_apart([y for _, y in ends]), strict=True):
         elements.append(_svg_line(f"lead {curve.css_class}", x + 2, y, x + 9, height))
@@ -157,7 +158,3 @@ def _svg_line(css_class: str, x1: float, y1: float, x2: float, y2: float) -> str
 
 def _svg_text(css_class: str, x: float, y: float, words: str, anchor: str = "start") -> str:
     return f'<text class="{css_class}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
-
-
-def _format_svg_points(points: Iterable[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

@@ -58,6 +58,10 @@ class MeanOverSeeds:
         spread = max(self.deviation, self.binomial_error) + max(other.deviation, other.binomial_error)
         return abs(self.mean - other.mean) > spread
 
+    def exceeds(self, other: MeanOverSeeds) -> bool:
+        """Return whether this mean is the larger one and differs from the other, see `differs_from`."""
+        return self.mean > other.mean and self.differs_from(other)
+
 
 @dataclass(frozen=True)
 class MatchRates:

@@ -84,9 +84,9 @@ def _describe_experiment(experiment: Experiment, answers: LabResults, phrases: P
             if moment.head_measurements
         ]
         courses.append({"heads": num_heads, "moments": moments})
-    if experiment.task == "induction":
+    if experiment.task.name == "induction":
         note = phrases.translate("looks.induction", seed=answers.first_seed)
     else:
-        second = phrases.translate("looks.lookup second") if experiment.task == "two" else ""
+        second = phrases.translate("looks.lookup second") if experiment.task.name == "two" else ""
         note = phrases.translate("looks.lookup", rows=MAX_PICTURE_ROWS, second=second, seed=answers.first_seed)
-    return {"name": experiment.task, "note": note, "courses": courses}
+    return {"name": experiment.task.name, "note": note, "courses": courses}

@@ -46,7 +46,6 @@ class LayerWithHeadCount:
     Attributes:
         num_heads, head_dim: number of heads, and columns per head.
         packed_parameters: the parameters with the projections of q, k and v stacked, as in `nn.MultiheadAttention`.
-        separate_parameters: the parameters as in this library, one projection each for q, k and v.
         torch_parameters: the parameters of `nn.MultiheadAttention` itself.
         features_read_by_head: per head, the number of input features with a non-zero derivative.
         features_read_by_head_of_split_input: per head, the number of input features with a non-zero derivative if each
@@ -59,7 +58,6 @@ class LayerWithHeadCount:
     num_heads: int
     head_dim: int
     packed_parameters: tuple[ParameterShape, ...]
-    separate_parameters: tuple[ParameterShape, ...]
     torch_parameters: tuple[ParameterShape, ...]
     features_read_by_head: tuple[int, ...]
     features_read_by_head_of_split_input: tuple[int, ...]
@@ -198,7 +196,6 @@ def _describe_layer(layer: MultiHeadAttention, x: Tensor, seed: int) -> LayerWit
         num_heads=heads,
         head_dim=head_dim,
         packed_parameters=_list_parameter_shapes(packed),
-        separate_parameters=_list_parameter_shapes(separate),
         torch_parameters=_list_parameter_shapes(dict(theirs.named_parameters())),
         features_read_by_head=_count_features_read(bare, x, seed),
         features_read_by_head_of_split_input=_count_features_read(cut, x, seed),

@@ -8,9 +8,9 @@ from statistics import fmean
 
 from multihead_lab.charts import Bar, BarGroup, Curve, draw_bar_chart, draw_line_chart
 from multihead_lab.matching import MatchRates, MeanOverSeeds, VectorMatching
-from multihead_lab.parameters import ParameterComparison, ParameterShape
+from multihead_lab.parameters import ParameterComparison
 from multihead_lab.run import LabResults
-from multihead_lab.tasks import InductionTask, LookupTask, find_task
+from multihead_lab.tasks import InductionTask, LookupTask
 from multihead_lab.text import (
     Chapter,
     Phrases,
@@ -87,18 +87,14 @@ def _parameter_count_chapter(found: ParameterComparison, phrases: Phrases) -> Ch
             "count.differ", totals=phrases.join_items(map(" ".join, zip(head_counts, totals, strict=True)))
         )
     alike = all(set(layer.torch_parameters) == set(layer.packed_parameters) for layer in layers)
-    names = [parameter.name for parameter in packed]
-    rows = [(name, *(_format_shape_of(layer.packed_parameters, name) for layer in layers)) for name in names]
+    same_name = zip(*(layer.packed_parameters for layer in layers), strict=True)
+    rows = [(each[0].name, *(format_shape(parameter.shape) for parameter in each)) for each in same_name]
     rows.append((translate("all together"), *totals))
     paragraphs = (
         translate("count.text", embed_dim=found.embed_dim),
         translate("count.torch same" if alike else "count.torch differ"),
     )
     return _make_chapter("count", answer, paragraphs, (translate("parameter"), *head_counts), rows, phrases)
-
-
-def _format_shape_of(parameters: tuple[ParameterShape, ...], name: str) -> str:
-    return next((format_shape(each.shape) for each in parameters if each.name == name), "")
 
 
 def _shapes_chapter(found: ParameterComparison, phrases: Phrases) -> Chapter:
@@ -214,8 +210,8 @@ def _compare_long_and_short_rows(found: VectorMatching, sizes: dict[str, int], p
     for match in found.matches:
         # The short rows count by the better of two shares: that of all short rows, or of those that carry the content.
         short = max(match.by_all_short_rows, match.by_short_rows_with_content, key=lambda share: share.mean)
-        winner = "long" if match.by_long_row.mean > short.mean else "short"
-        matches_by_winner[winner if match.by_long_row.differs_from(short) else "level"].append(match)
+        long = match.by_long_row
+        matches_by_winner["long" if long.exceeds(short) else "short" if short.exceeds(long) else "level"].append(match)
     sentences = [
         translate(f"vectors.{winner}", **sizes, contents=_join_content_names(matches, found, phrases))
         for winner, matches in matches_by_winner.items()
@@ -244,22 +240,20 @@ def _lengths_chapter(found: VectorMatching, phrases: Phrases) -> Chapter:
     """Build the chapter on how the length of a row changes how often its partner is found."""
     translate = phrases.translate
     first, last = found.lengths[0], found.lengths[-1]
-    better = last.match_rate.mean > first.match_rate.mean and last.match_rate.differs_from(first.match_rate)
     one_seed = first.match_rate.deviation is None
     answer = translate(
-        "lengths.one seed" if one_seed else "lengths.better" if better else "lengths.worse",
+        "lengths.one seed"
+        if one_seed
+        else "lengths.better"
+        if last.match_rate.exceeds(first.match_rate)
+        else "lengths.worse",
         first=first.columns,
         last=last.columns,
         low=format_mean_percent(first.match_rate),
         high=format_mean_percent(last.match_rate),
     )
-    harmful = all(
-        unscaled.mean < scaled.mean and unscaled.differs_from(scaled)
-        for unscaled, scaled in (
-            (last.unscaled_effective_keys, last.scaled_effective_keys),
-            (last.unscaled_softmax_slope, last.scaled_softmax_slope),
-        )
-    )
+    more_keys = last.scaled_effective_keys.exceeds(last.unscaled_effective_keys)
+    harmful = more_keys and last.scaled_softmax_slope.exceeds(last.unscaled_softmax_slope)
     paragraph = translate(
         "lengths.text one seed" if one_seed else "lengths.text" if harmful else "lengths.text level",
         last=last.columns,
@@ -298,18 +292,17 @@ def _lengths_chapter(found: VectorMatching, phrases: Phrases) -> Chapter:
 
 def experiment_chapter(experiment: Experiment, answers: LabResults, phrases: Phrases) -> Chapter:
     """Build the chapter of one task: its best number of heads, its table, its learning curves, and its heads."""
-    translate, name = phrases.translate, experiment.task
-    task = find_task(name)
+    translate, task, name = phrases.translate, experiment.task, experiment.task.name
     facts = task.facts_per_row if isinstance(task, LookupTask) else 0
     sizes = [f"{size:,}" for size in sorted({model.num_parameters for model in experiment.models})]
     settings = translate(
         "settings",
         parameters=phrases.join_items(sizes, "or"),
         steps=experiment.steps,
-        batch=experiment.batch_size,
-        rate=f"{experiment.learning_rate:g}",
+        batch=task.batch_size,
+        rate=f"{task.learning_rate:g}",
         seeds=phrases.format_count("seed", answers.models_per_head_count),
-        chance=format_percent(experiment.chance_accuracy),
+        chance=format_percent(task.chance_accuracy),
     )
     describe_heads = _describe_induction_heads if isinstance(task, InductionTask) else _describe_lookup_heads
     head_paragraphs, head_table = describe_heads(experiment, phrases)
@@ -329,7 +322,7 @@ def experiment_chapter(experiment: Experiment, answers: LabResults, phrases: Phr
 def copies_chapter(copies: Experiment, experiments: Sequence[Experiment], phrases: Phrases) -> Chapter:
     """Build the chapter that compares two heads that start as copies with two that do not."""
     translate = phrases.translate
-    drawn = [each for one in experiments if one.task == copies.task for each in one.models_with_head_count(2)]
+    drawn = [each for one in experiments if one.task.name == copies.task.name for each in one.models_with_head_count(2)]
     rows: list[tuple[str, ...]] = []
     groups: list[BarGroup] = []
     accuracies = {"drawn": "–"}
@@ -374,7 +367,7 @@ def _name_best_head_count(experiment: Experiment, phrases: Phrases) -> str:
     if any(accuracy.deviation is None for accuracy in accuracies.values()):
         return translate("verdict.one seed", list=join_head_counts(accuracies))
     # The title of the chapter asks whether one head does as well as the best.
-    one_head = f"{experiment.task}.{'worse' if 1 in verdict.worse_num_heads else 'level'}"
+    one_head = f"{experiment.task.name}.{'worse' if 1 in verdict.worse_num_heads else 'level'}"
     sentences = [translate(one_head)] if 1 in accuracies else []
     worst = min(accuracies, key=lambda num_heads: accuracies[num_heads].mean)
     if verdict.worse_num_heads:
@@ -427,13 +420,13 @@ def _chart_of_training(experiment: Experiment, phrases: Phrases) -> str:
         label=phrases.translate("course.label"),
         x_label=phrases.translate("steps axis"),
         x_ticks=sorted({round(experiment.steps * part / 4) for part in range(5)}),
-        level=(experiment.chance_accuracy, phrases.translate("guess")),
+        level=(experiment.task.chance_accuracy, phrases.translate("guess")),
     )
 
 
 def _describe_lookup_heads(experiment: Experiment, phrases: Phrases) -> tuple[tuple[str, ...], Table]:
     """Count the heads that attend to each name of the question, and the seeds in which two heads share two names."""
-    translate, two = phrases.translate, experiment.task == "two"
+    translate, two = phrases.translate, experiment.task.name == "two"
     measures = ("first lookup", "second lookup") if two else ("first lookup",)
     rows, items = [], []
     for num_heads in experiment.head_counts:

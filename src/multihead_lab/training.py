@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from multihead.counting.work import set_torch_threads
 from multihead.errors import ArgumentError
 from multihead.layer import MultiHeadAttention
 from multihead_lab.matching import MeanOverSeeds
@@ -130,19 +131,15 @@ class Experiment:
     """A task, trained with several numbers of heads and several seeds.
 
     Attributes:
-        task: the name of the task.
+        task: the task.
         initial_heads: "drawn" if every head started with its own weights, "copied" if all started with the same.
-        steps, batch_size, learning_rate: the settings of the training.
-        chance_accuracy: share of questions that random guessing answers correctly.
+        steps: steps of training.
         models: every model, by number of heads and seed.
     """
 
-    task: str
+    task: Task
     initial_heads: InitialHeads
     steps: int
-    batch_size: int
-    learning_rate: float
-    chance_accuracy: float
     models: tuple[TrainedModel, ...]
 
     @property
@@ -222,8 +219,7 @@ def run_experiment(
         found[key] = model
         if progress is not None:
             progress(len(found), len(wanted))
-    models = tuple(found[key] for key in wanted)
-    return Experiment(task.name, start, steps, task.batch_size, task.learning_rate, task.chance_accuracy, models)
+    return Experiment(task, start, steps, tuple(found[key] for key in wanted))
 
 
 def check_at_least_one(**numbers: int) -> None:
@@ -270,7 +266,8 @@ def train_model(
     [0, 1, 2, 3, 4]
     """
     steps = task.steps if steps is None else steps
-    with _use_one_thread(), torch.random.fork_rng(devices=[]):
+    # Sums over several threads round differently.
+    with set_torch_threads(1), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = task.build_model(num_heads)
         if start == "copied":
@@ -339,14 +336,3 @@ def _test_model(task: Task, model: nn.Module, step: int, *, look: bool) -> Curve
     logits = model(*batch.inputs)
     looks = task.measure_heads(model, task.draw_batch(HEAD_QUESTIONS, fixed)) if look else ()
     return CurvePoint(step, float(_cross_entropy(logits, batch.answers)), task.share_correct(logits, batch), looks)
-
-
-@contextmanager
-def _use_one_thread() -> Iterator[None]:
-    """Let torch compute a block on one thread, because sums over several threads round differently."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

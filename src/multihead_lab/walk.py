@@ -18,8 +18,6 @@ __all__ = ["CHAPTERS", "MAX_TENSOR_VALUES", "Walk", "WalkChapter", "WalkSizes", 
 # About 30 tensors are stored, in float64: one gigabyte if each has this many values.
 MAX_TENSOR_VALUES = 2**22
 
-WalkPart = Literal["split", "attention"]
-
 
 @dataclass(frozen=True)
 class WalkSizes:
@@ -57,7 +55,6 @@ class WalkStep:
     """One tensor of the walk and the code that computed it.
 
     Attributes:
-        part: the part of the walk that the tensor belongs to.
         name: the name of the tensor in the code of later steps.
         code: the expression that computed the tensor; ``seeded`` is the walk's random generator.
         axes: one name per axis of the tensor.
@@ -66,7 +63,6 @@ class WalkStep:
         head_of_entry: the head of each entry along ``head_axis``.
     """
 
-    part: WalkPart
     name: str
     code: str
     axes: tuple[str, ...]
@@ -186,21 +182,24 @@ def walk(
     return Walk(sizes, tuple(steps.values()), _sdpa_difference(sizes, steps))
 
 
-def _step_recorder(part: WalkPart, sizes: WalkSizes, steps: dict[str, WalkStep]) -> Callable[..., Tensor]:
-    """Return a function that adds a step to `steps`, as a step of `part`, and returns the tensor of the step.
+def _step_recorder(
+    sizes: WalkSizes, steps: dict[str, WalkStep], *, columns_are_of_heads: bool = False
+) -> Callable[..., Tensor]:
+    """Return a function that adds a step to `steps`, and returns the tensor of the step.
 
-    The heads of a step follow from the names of its axes, unless its entries mix several heads.
+    The heads of a step follow from the names of its axes, unless its entries mix several heads; `columns_are_of_heads`:
+    whether the columns of the input, "model_dim", are those of the heads.
     """
     per_head = tuple(range(sizes.num_heads))
     per_column = tuple(column // sizes.head_dim for column in range(sizes.model_dim))
     heads_along = {"heads": per_head, "batch*heads": per_head * sizes.batch, "heads*head_dim": per_column}
-    if part == "split":  # which follows the columns of the input into the heads
+    if columns_are_of_heads:
         heads_along["model_dim"] = per_column
 
     def record(name: str, code: str, axes: tuple[str, ...], tensor: Tensor, *, mixes_heads: bool = False) -> Tensor:
         head_axis = None if mixes_heads else next((n for n, axis in enumerate(axes) if axis in heads_along), None)
         head_of_entry = () if head_axis is None else heads_along[axes[head_axis]]
-        steps[name] = WalkStep(part, name, code, axes, tensor, head_axis, head_of_entry)
+        steps[name] = WalkStep(name, code, axes, tensor, head_axis, head_of_entry)
         return tensor
 
     return record
@@ -208,7 +207,7 @@ def _step_recorder(part: WalkPart, sizes: WalkSizes, steps: dict[str, WalkStep])
 
 def _record_split(sizes: WalkSizes, steps: dict[str, WalkStep]) -> None:
     """Split columns into heads in the batch and merge them again, and show the reshape that mixes positions."""
-    record = _step_recorder("split", sizes, steps)
+    record = _step_recorder(sizes, steps, columns_are_of_heads=True)
     b, n, m, h, d = sizes.batch, sizes.length, sizes.model_dim, sizes.num_heads, sizes.head_dim
     columns = ("batch", "length", "model_dim")
     cut = ("batch", "length", "heads", "head_dim")
@@ -231,7 +230,7 @@ def _record_split(sizes: WalkSizes, steps: dict[str, WalkStep]) -> None:
 
 def _record_projections(sizes: WalkSizes, steps: dict[str, WalkStep]) -> None:
     """Scale x down, draw the four projections, and compute q, k and v of every head."""
-    record = _step_recorder("attention", sizes, steps)
+    record = _step_recorder(sizes, steps)
     m, h, x = sizes.model_dim, sizes.num_heads, steps["x"].tensor
     # Powers of ten keep the number of decimals small, and the scores near 1, where softmax varies the most.
     smaller = 10 ** max(len(str(x.numel() - 1)) - 1, 0)
@@ -255,7 +254,7 @@ def _record_projections(sizes: WalkSizes, steps: dict[str, WalkStep]) -> None:
 
 def _record_attention(sizes: WalkSizes, steps: dict[str, WalkStep], bias: Literal["distance", "none"]) -> None:
     """Compute the steps from the scores to the output, with heads folded into the batch."""
-    record = _step_recorder("attention", sizes, steps)
+    record = _step_recorder(sizes, steps)
     b, n, h, d = sizes.batch, sizes.length, sizes.num_heads, sizes.head_dim
     q_heads, k_heads, v_heads, w_o = (steps[name].tensor for name in ("q_heads", "k_heads", "v_heads", "w_o"))
     maps = ("batch*heads", "queries", "keys")

@@ -9,7 +9,7 @@ import pytest
 
 from multihead_lab.matching import MatchRates, MeanOverSeeds, match_vectors
 from multihead_lab.report import build_chapters, copies_chapter, experiment_chapter
-from multihead_lab.tasks import HeadMeasurement
+from multihead_lab.tasks import TASKS, HeadMeasurement
 from multihead_lab.text import Chapter, load_phrases
 from multihead_lab.training import CurvePoint, Experiment, TrainedModel
 from tests.lab.few import few_answers
@@ -67,7 +67,9 @@ def test_the_count_of_parameters_is_told_as_it_was_counted() -> None:
 def test_other_counts_would_be_told_otherwise() -> None:
     found = few_answers().parameters
     one, two = found.layers
-    fewer = replace(two, packed_parameters=two.packed_parameters[:1], torch_parameters=two.packed_parameters)
+    first, *others = two.packed_parameters
+    empty = (replace(each, shape=(0,)) for each in others)
+    fewer = replace(two, packed_parameters=(first, *empty), torch_parameters=two.packed_parameters[1:])
     built = chapters(replace(few_answers(), parameters=replace(found, layers=(one, fewer))))
     assert plain(built["count"].short_answer) == (
         "Yes. The layers have different numbers of parameters: 1 head 1,088 and 2 heads 768."
@@ -174,7 +176,7 @@ def experiment(task: str, shares: dict[int, tuple[float, ...]], looks=None) -> E
         for heads, each in shares.items()
         for seed, right in enumerate(each)
     ]  # fmt: skip
-    return Experiment(task, "drawn", 10, 64, 0.01, 0.125, tuple(trainings))
+    return Experiment(TASKS[task], "drawn", 10, tuple(trainings))
 
 
 def chapter_of(one: Experiment):

@@ -24,7 +24,7 @@ def test_all_tasks_are_taught_half_as_long_where_it_must_be_quick(monkeypatch: p
     monkeypatch.setattr(room, "find_task", short.__getitem__)
     progress: list[tuple[str, int, int]] = []
     found = run_lab(parts=("tasks",), heads=(1, 2), seeds=1, quick=True, progress=lambda *each: progress.append(each))
-    assert [experiment.task for experiment in found.experiments] == ["one", "two", "induction"]
+    assert [experiment.task.name for experiment in found.experiments] == ["one", "two", "induction"]
     assert {experiment.steps for experiment in found.experiments} == {2}
     assert found.experiment_with_copied_heads is not None
     assert (

@@ -27,7 +27,7 @@ def training(num_heads: int, seed: int, right: float) -> TrainedModel:
 
 def experiment(shares: dict[int, tuple[float, ...]]) -> Experiment:
     trainings = [training(heads, seed, right) for heads, each in shares.items() for seed, right in enumerate(each)]
-    return Experiment("one", "drawn", 20, 1, 0.1, 0.1, tuple(trainings))
+    return Experiment(TASKS["one"], "drawn", 20, tuple(trainings))
 
 
 @pytest.mark.parametrize("name", TASKS)

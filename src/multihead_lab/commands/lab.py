@@ -67,7 +67,9 @@ def lab(
     ones. Prints the results and writes one page that opens offline.
     """
     check_writable([out])
-    counts = _parse_head_counts(heads)
+    counts = parse_whole_numbers("heads", heads, "Give for example 1,2,4,8.")
+    if len(set(counts)) < len(counts):
+        raise ArgumentError(f"heads is {heads!r}, and contains a number twice.", "Give each number once.")
     require("jinja2", purpose="The lab", extra="lab")
     # Imported here, so that --help does not load torch.
     from rich.console import Console
@@ -103,13 +105,6 @@ def lab(
         phrases.translate("page at" if answers.experiments else "page only", path=escape_controls(path)),
         style="green",
     )
-
-
-def _parse_head_counts(heads: str) -> tuple[int, ...]:
-    found = parse_whole_numbers("heads", heads, "Give for example 1,2,4,8.")
-    if len(set(found)) < len(found):
-        raise ArgumentError(f"heads is {heads!r}, and contains a number twice.", "Give each number once.")
-    return found
 
 
 def _print_chapter(console: Console, number: int, chapter: Chapter, phrases: Phrases) -> None:

@@ -121,7 +121,9 @@ class _TensorPainter:
             _indices_at_both_ends(size, edge if is_large else size)
             for size, edge in zip(self.tensor.shape, ENTRIES_AT_EACH_END, strict=True)
         )
-        self.row_label_width = self._compute_row_label_width()
+        labels = [self._entry_name(0, index) for index in self.lines if index is not None]
+        labels += [f" {self._entry_name(2, index)}" for index in self.rows if index is not None]
+        self.row_label_width = max(cell_len(label) for label in labels) + 2
         self._fit_columns()
 
     def _entry_name(self, place: int, index: int) -> str:
@@ -129,11 +131,6 @@ class _TensorPainter:
         if axis == "heads*head_dim" and place == self.head_axis == 2:
             axis, index = "heads", self.head_of_entry[index]
         return self.entry_names[axis](index) if axis and axis in self.entry_names else ""
-
-    def _compute_row_label_width(self) -> int:
-        labels = [self._entry_name(0, index) for index in self.lines if index is not None]
-        labels += [f" {self._entry_name(2, index)}" for index in self.rows if index is not None]
-        return max(cell_len(label) for label in labels) + 2
 
     def _fit_columns(self) -> None:
         """Choose the width of a cell, and drop columns from the middle of a block until it fits into the terminal."""

@@ -90,15 +90,8 @@ def walk(
     tokens = None
     if lengths is not None:
         tokens = parse_whole_numbers("lengths", lengths, "Give one number per sample, such as --lengths 3,2.")
-    steps = walked(
-        batch=batch,
-        length=length,
-        model_dim=model_dim,
-        num_heads=heads,
-        lengths=tokens,
-        bias=bias,
-        seed=seed,
-    )
+    sizes = {"batch": batch, "length": length, "model_dim": model_dim, "num_heads": heads}
+    steps = walked(**sizes, lengths=tokens, bias=bias, seed=seed)
     _WalkPrinter(steps, lang, Console(highlight=False, soft_wrap=True)).print(part)
 
 
@@ -144,7 +137,10 @@ class _WalkPrinter:
                 continue
             if chapter.part != current:
                 current = chapter.part
-                self._print_part_heading(current)
+                self.console.print()
+                title = self.translate(f"part.{current}.title")
+                self.console.rule(f"[bold]{title}[/bold]", align="left", style="dim")
+                self._print_text(self.translate(f"part.{current}.text", **self.fields))
             self._print_chapter(number, chapter)
         self.console.print()
         self.console.rule(style="dim")
@@ -157,11 +153,6 @@ class _WalkPrinter:
 
     def _print_text(self, sentence: str, *, style: str = "", indent: int = 0) -> None:
         print_sentence(self.console, sentence, style=style, indent=indent)
-
-    def _print_part_heading(self, part: str) -> None:
-        self.console.print()
-        self.console.rule(f"[bold]{self.translate(f'part.{part}.title')}[/bold]", align="left", style="dim")
-        self._print_text(self.translate(f"part.{part}.text", **self.fields))
 
     def _print_chapter(self, number: int, chapter: WalkChapter) -> None:
         title, passage = (self.translate(f"chapter.{chapter.name}.{each}", **self.fields) for each in ("title", "text"))
