@@ -29,7 +29,7 @@ from multihead.viewer.page import render_heads_page, round_all_for_json, round_f
 from multihead.viewer.payload import statistics_per_head
 
 if TYPE_CHECKING:
-    from multihead.counting.result import Census
+    from multihead.counting.result import Census, DifferentHead
 
 MAX_CHANGED_HEADS = 6
 """Number of most changed heads that the first screen of a comparison of two censuses names."""
@@ -119,6 +119,7 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
     axes = {each["id"]: _axis_limits_per_head(runs, each["id"], each["format"]) for each in columns}
     own = _first_statistic_of_each_head(first, profiles[0], columns)
     kinds = dict.fromkeys(kind for run in runs for kind in run.all_kinds)
+    heads, changed = _heads_of_census(first), [each for after in runs[1:] for each in first.changed(after)]
     return {
         "title": escape_controls(first.plan.title),
         "nats": unit_label("nats", lang),
@@ -128,13 +129,13 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
             for layer in first.layers
         ],
         "legend": legend_of_kinds(kinds, chain(*profiles), lang),
-        **({"divergence": _divergence_of_each_head(*runs)} if len(runs) > 1 else {}),
+        **({"divergence": _divergence_of_each_head(heads, changed)} if len(runs) > 1 else {}),
         "axes": {
             name: [[round_for_json(end, SIGNIFICANT_DIGITS) for end in ends] for ends in found]
             for name, found in axes.items()
         },
         "own": own,
-        "findings": _describe_findings(runs, dict(zip(_heads_of_census(first), own, strict=True)), lang),
+        "findings": _describe_findings(first, changed, dict(zip(heads, own, strict=True)), lang),
         "runs": [_data_of_run(run, runs, one, axes) for run, one in zip(runs, profiles, strict=True)],
     }
 
@@ -188,26 +189,27 @@ def _first_statistic_of_each_head(
 
 
 def _describe_findings(
-    runs: list[Census], first_statistics: Mapping[tuple[int, int], str], lang: str
+    run: Census, changed: Sequence[DifferentHead], first_statistics: Mapping[tuple[int, int], str], lang: str
 ) -> list[dict[str, Any]]:
     """Return the findings on the first screen: the most notable heads, or those that differ most between censuses.
 
     Args:
-        runs: the censuses.
+        run: the census, or the first of two.
+        changed: all heads of two censuses, the most different first; empty for one census.
         first_statistics: (layer, head) -> name of the statistic that the head's page shows first.
         lang: "en" or "zh".
     """
     found: list[dict[str, Any]] = []
-    if len(runs) == 1:
-        for one in runs[0].findings(lang=lang):
+    if not changed:
+        for one in run.findings(lang=lang):
             place = {"layer": one.layer, "head": one.head, "statistic": first_statistics[one.layer, one.head]}
             found.append(place | {"sentence": one.sentence, "count": one.count})
         return found
-    for each in runs[0].changed(runs[1], top=MAX_CHANGED_HEADS):
+    for each in changed[:MAX_CHANGED_HEADS]:
         if each.divergence < MIN_SHOWN_DIVERGENCE:
             break
         name = each.most_different
-        shown = runs[0].plan.statistics[name]
+        shown = run.plan.statistics[name]
         label = escape_controls(statistic_label(name, lang, shown.label))
         before, after = (shown.text(of[name]) for of in (each.before, each.after))
         count = text("census page.apart", lang, n=f"{each.divergence:.3f}")
@@ -302,13 +304,14 @@ def _histogram_bars_per_head(
     return found
 
 
-def _divergence_of_each_head(before: Census, after: Census) -> dict[str, list[float | None]]:
+def _divergence_of_each_head(
+    heads: list[tuple[int, int]], changed: Sequence[DifferentHead]
+) -> dict[str, list[float | None]]:
     """Return statistic -> divergence per head between two censuses, nats; "" -> the mean over the statistics."""
-    found = {(each.layer, each.head): {"": each.divergence, **each.divergences} for each in before.changed(after)}
+    found = {(each.layer, each.head): {"": each.divergence, **each.divergences} for each in changed}
     names = dict.fromkeys(name for each in found.values() for name in each)
     return {
-        name: [round_for_json(found.get(head, {}).get(name), SIGNIFICANT_DIGITS) for head in _heads_of_census(before)]
-        for name in names
+        name: [round_for_json(found.get(head, {}).get(name), SIGNIFICANT_DIGITS) for head in heads] for name in names
     }
 
 

@@ -10,7 +10,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -338,18 +340,9 @@ def observe_texts(
 @contextmanager
 def _count_attention_calls(show: ShowStep, step: str, total: int | None) -> Iterator[None]:
     """Report each attention call of a model in the block as a finished part of a step."""
-    done = 0
-
-    class CallCounter:
-        requested_statistics: frozenset[Any] = frozenset()
-
-        def receive(self, call: Any) -> None:
-            nonlocal done
-            done += 1
-            show(step, done, total)
-
+    done = count(1)
     show(step, 0, total)
-    with listen(CallCounter()):
+    with listen(SimpleNamespace(requested_statistics=frozenset(), receive=lambda _: show(step, next(done), total))):
         yield
 
 
@@ -418,13 +411,11 @@ def explain_missing_inputs(loaded: LoadedModel) -> Iterator[None]:
     """
     try:
         yield
-    except MultiheadError:
-        raise
     except Exception as error:
         others = [
             name for name in signature(loaded.encoder_or_model.forward).parameters if name in INPUTS_OTHER_THAN_TOKENS
         ]
-        if not others:
+        if not others or isinstance(error, MultiheadError):
             raise
         raise ModelError(
             f"{loaded.title} does not run on text alone: it takes {' and '.join(others)}.",

@@ -107,10 +107,8 @@ def _encode_whole_maps(samples: _SampleOfLayer, bits: int, arrays: PackedArrays,
     rounding = maps.LargestRoundingError()
     total, done = _count_heads(samples), 0
     for number, one in samples.items():
-        if (
-            max(one.num_queries, one.num_keys) > MAX_UNPOOLED_SIZE
-            and (small := _pooled_maps_of_layer(one, MAX_BLOCKS_PER_SIDE)) is not None
-        ):
+        if max(one.num_queries, one.num_keys) > MAX_UNPOOLED_SIZE:
+            small = _pooled_maps_of_layer(one, MAX_BLOCKS_PER_SIDE)
             _add_pooled_maps(arrays, number, small, one, maps.LargestRoundingError())
         _add_margins(arrays, number, one)
         for head in range(one.num_heads):
@@ -132,8 +130,7 @@ def _encode_pooled_maps(
     store = StoredMaps("pooled", "room" if has_weights else "statistics", arrays=arrays)
     store.map_size = max(rows for rows, _ in sides), max(columns for _, columns in sides)
     store.weights_per_cell = [
-        None if small is None else _add_pooled_maps(arrays, number, small, samples[number], rounding)
-        for number, small in found.items()
+        _add_pooled_maps(arrays, number, small, samples[number], rounding) for number, small in found.items()
     ]
     with suppress(PageFullError):
         margins = arrays.start_group()
@@ -226,9 +223,11 @@ def _pooled_maps_of_layer(sample: SampleRecord, size: int) -> Tensor | None:
 
 
 def _add_pooled_maps(
-    arrays: PackedArrays, number: int, small: Tensor, sample: SampleRecord, rounding: maps.LargestRoundingError
-) -> tuple[int, int]:
-    """Add the pooled maps of a layer; returns the rows and columns of weights per cell."""
+    arrays: PackedArrays, number: int, small: Tensor | None, sample: SampleRecord, rounding: maps.LargestRoundingError
+) -> tuple[int, int] | None:
+    """Add the pooled maps of a layer, if it has any; returns the rows and columns of weights per cell."""
+    if small is None:
+        return None
     rows, columns = small.shape[-2:]
     block = -(-sample.num_queries // max(1, rows)), -(-sample.num_keys // max(1, columns))
     name = f"runs/0/samples/0/layers/{number}/maps"

@@ -70,22 +70,13 @@ class RecordedRun:
 
 
 def describe_view(
-    runs: Sequence[Mapping[str, Any]],
-    lang: str,
-    *,
-    foot: str = "",
-    precision: str = "",
-    similar: bool = True,
-    looking: bool = True,
-    served: bool = False,
+    runs: Sequence[Mapping[str, Any]], lang: str, *, similar: bool = True, looking: bool = True, served: bool = False
 ) -> dict[str, Any]:
     """Describe the viewer's page, its records and its abilities, as data for the page's script.
 
     Args:
         runs: the description of each record, see `describe_run`.
         lang: the language of the page.
-        foot: the sentences at the foot of the page.
-        precision: sentence on the precision of the weights; "": they are exact.
         similar: whether the heads with similar weights can be listed.
         looking: whether the heads that look at a token can be listed.
         served: whether a server answers the page's requests, writes files and ranks changed heads; else the page is one
@@ -94,8 +85,8 @@ def describe_view(
     return {
         "lang": lang,
         "runs": list(runs),
-        "foot": foot or text("viewer.foot", lang, version=installed_version()),
-        "precision": precision or text("viewer.exact", lang),
+        "foot": text("viewer.foot", lang, version=installed_version()),
+        "precision": text("viewer.exact", lang),
         "similar": similar,
         "looking": looking,
         "served": served,

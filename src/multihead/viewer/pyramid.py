@@ -55,7 +55,7 @@ class SampleMapLevels:
         self.num_heads = len(self._heads_left)
         """Number of heads with coarse levels; short texts need none."""
         for layer in deep:
-            if folder is not None and self._file_of_layer(layer).exists():
+            if (file := self._file_of_layer(layer)) and file.exists():
                 for head in range(samples[layer].num_heads):
                     if self.levels_of_layer(layer).is_built(head):
                         del self._heads_left[layer, head]
@@ -80,10 +80,11 @@ class SampleMapLevels:
         """Open a layer's levels."""
         with self._lock:
             if index not in self._levels_by_layer:
-                file = None if self._folder is None else self._file_of_layer(index)
                 metadata = {"record": self._record.id, "layer": str(index), "sample": str(self._sample)}
                 one = self._record.layers[index].sample(self._sample)
-                self._levels_by_layer[index] = LayerMapLevels(one, file, metadata, self._memory_budget)
+                self._levels_by_layer[index] = LayerMapLevels(
+                    one, self._file_of_layer(index), metadata, self._memory_budget
+                )
             return self._levels_by_layer[index]
 
     def is_built(self, layer: int, head: int) -> bool:
@@ -112,9 +113,8 @@ class SampleMapLevels:
             self._heads_being_built[place] = steps, share
         return bool(self._heads_left)
 
-    def _file_of_layer(self, layer: int) -> Path:
-        assert self._folder is not None
-        return self._folder / f"layer-{layer}.sample-{self._sample}.safetensors"
+    def _file_of_layer(self, layer: int) -> Path | None:
+        return self._folder and self._folder / f"layer-{layer}.sample-{self._sample}.safetensors"
 
     def _next_head(self) -> LayerAndHead | None:
         with self._lock:

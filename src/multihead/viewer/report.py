@@ -212,13 +212,10 @@ def _render_page(described: dict[str, Any], run: dict[str, Any], store: StoredMa
     layers = [store.limit_layer_to_stored_maps(index, layer) for index, layer in enumerate(described["layers"])]
     stored = sentence_on_stored_maps(store, max_bytes=max_bytes, lang=lang)
     foot = locale("viewer.foot file", lang, version=installed_version())
-    view = describe_view(
-        [run],
-        lang,
-        foot=foot + locale("common.join.sentences", lang) + stored,
-        precision=locale("viewer.within", lang, rounding=format_rounding_error(store.largest_rounding_error)),
-        similar=store.mode == "whole",
-    )
+    view = describe_view([run], lang, similar=store.mode == "whole") | {
+        "foot": foot + locale("common.join.sentences", lang) + stored,
+        "precision": locale("viewer.within", lang, rounding=format_rounding_error(store.largest_rounding_error)),
+    }
     sample = described | {"layers": layers, "noMaps": "" if store.mode != "none" else described["noMaps"] or stored}
     return offline_page(answers_in_file(view, [sample]), store.arrays, title=run["title"], lang=lang)
 

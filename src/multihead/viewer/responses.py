@@ -98,14 +98,13 @@ async def cancelled_response(request: Request, error: Exception) -> Response:
     return Response(status_code=STATUS_CLIENT_GONE)
 
 
-async def unknown_address_response(request: Request, error: Exception) -> Response:
+async def unknown_address_response(request: Request, error: HTTPException) -> Response:
     """Return the response to an address without a route."""
-    status = error.status_code if isinstance(error, HTTPException) else 404
-    if status == 404:
+    if error.status_code == 404:
         return json_error_response(
             404, "The viewer has nothing at this address. Open the address that `multihead view` printed."
         )
-    return Response(status_code=status)
+    return Response(status_code=error.status_code)
 
 
 async def failure_response(request: Request, error: Exception) -> Response:

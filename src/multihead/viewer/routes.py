@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from starlette.routing import Route
@@ -43,6 +43,7 @@ from multihead.viewer.tiles import (
     ArrayCache,
     IsCancelled,
     WorkerThreads,
+    as_float32,
     fine_tile,
     maps_of_all_heads,
     tiles_per_side,
@@ -143,8 +144,7 @@ class Viewer(WebSite):
         one = run.record.layers[layer].sample(sample)
         pooled, level = stored_small_maps(one), small_map_level(one)
         if pooled is not None:
-            values: Array = pooled.float().numpy()
-            return values
+            return as_float32(pooled)
         _require_map(one)
         if level < FINEST_STORED_LEVEL:
             return maps_of_all_heads(one, level, cancelled=is_cancelled)
@@ -158,7 +158,7 @@ class Viewer(WebSite):
         params = request.query_params
         pooled = stored_small_maps(one)
         if pooled is not None and not one.keeps_weights:  # the record stores only this level of the map, in one tile
-            return floats_response(pooled[head].float().numpy())
+            return floats_response(as_float32(pooled[head]))
         _require_map(one)
         depth = number_of_levels(one.num_queries, one.num_keys)
         level = parse_number("level", params.get("level"), below=depth)
@@ -346,8 +346,7 @@ class Viewer(WebSite):
             raise NotFoundError(
                 f"The coarse levels could not be built: {pyramid.failure}", "Zoom in: finer levels do not need them."
             )
-        progress = describe_building_progress(pyramid)
-        share = int(100 * progress["done"] / max(1, progress["total"]))
+        share = int(100 * pyramid.num_built_heads / max(1, pyramid.num_heads))
         raise NotReadyError(f"The coarse levels are being built, {share} % are done.", "Try again in a second.")
 
     async def _cached_or_computed(self, request: Request, compute: Callable[[IsCancelled], Array]) -> Array:
@@ -356,13 +355,11 @@ class Viewer(WebSite):
 
         def compute_and_cache(is_cancelled: IsCancelled) -> Array:
             made = compute(is_cancelled)
-            self.array_cache.put(address, made)
+            self.array_cache.put(address, made)  # before the job ends, or a request in between would compute it again
             return made
 
-        cached = self.array_cache.get(address)
-        if cached is not None:
-            return cached
-        return cast("Array", await self.compute_in_thread(request, self.workers, compute_and_cache))
+        found = self.array_cache.get(address)
+        return await self.compute_in_thread(request, self.workers, compute_and_cache) if found is None else found
 
     async def _slow_response(self, request: Request, compute: Callable[[IsCancelled], object]) -> Response:
         """Return as JSON the result of a computation that takes seconds."""

@@ -164,18 +164,13 @@ def _renumber_address(given: str, *, second_run: bool) -> tuple[str, PlaceInView
 
 def _tiles_in_view(sample: SampleRecord, level: int, view: PlaceInView) -> list[tuple[int, int]]:
     """List the (row, column) of a level's tiles in view; none if there are more than `MAX_TILES_IN_VIEW`."""
-    width = TILE_SIDE << level
-    rows, columns = tiles_per_side(sample.num_queries, level), tiles_per_side(sample.num_keys, level)
-    n = view.num_keys or max(sample.num_keys, sample.num_queries)
+    width, n = TILE_SIDE << level, view.num_keys or max(sample.num_keys, sample.num_queries)
 
-    def tiles_across(start: float, tiles: int) -> range:
-        return range(max(0, int(start // width)), min(tiles, int((start + n) // width) + 1))
+    def tiles_across(start: float, length: int) -> range:
+        return range(max(0, int(start // width)), min(tiles_per_side(length, level), int((start + n) // width) + 1))
 
-    found = [
-        (row, column)
-        for row in tiles_across(view.first_query, rows)
-        for column in tiles_across(view.first_key, columns)
-    ]
+    rows, columns = tiles_across(view.first_query, sample.num_queries), tiles_across(view.first_key, sample.num_keys)
+    found = list(product(rows, columns))
     return found if len(found) <= MAX_TILES_IN_VIEW else []
 
 

@@ -52,7 +52,10 @@ class WebSite(ABC):
         return file_response(request.path_params["folder"], request.path_params["name"])
 
     async def compute_in_thread(
-        self, request: Request, workers: WorkerThreads, compute: Callable[[IsCancelled], object]
+        self,
+        request: Request,
+        workers: WorkerThreads,
+        compute: Callable[[IsCancelled], object],
     ) -> Any:
         """Run a computation in a worker thread; cancelled when the client disconnects or the server shuts down.
 

@@ -38,6 +38,12 @@ def raise_if_cancelled(is_cancelled: IsCancelled) -> None:
         raise CancelledError
 
 
+def as_float32(values: Tensor) -> Array:
+    """Return the numbers of a tensor as a float32 array of the same shape."""
+    array: Array = values.float().numpy()
+    return array
+
+
 def fine_tile(
     sample: SampleRecord,
     head: int,
@@ -68,21 +74,17 @@ def fine_tile(
         without_first_key=not sink,
         cancelled=cancelled,
     )
-    means: Array = found.means()[0].float().numpy()
-    return means
+    return as_float32(found.means()[0])
 
 
 def maps_of_all_heads(sample: SampleRecord, level: int, *, cancelled: IsCancelled | None = None) -> Array:
     """Compute the maps of all heads at a level: (heads, rows, columns) float32, NaN for a masked cell."""
-    found = sample.blocks(None, queries=slice(None), keys=slice(None), block=1 << level, cancelled=cancelled)
-    means: Array = found.means().float().numpy()
-    return means
+    return as_float32(sample.blocks(None, block=1 << level, cancelled=cancelled).means())
 
 
 def weights_of_queries(sample: SampleRecord, head: int, queries: slice) -> Array:
     """Compute the weights of some queries: (queries, keys) float32, NaN = masked."""
-    values: Array = visible_weights(sample, head, queries=queries).float().numpy()
-    return values
+    return as_float32(visible_weights(sample, head, queries=queries))
 
 
 def visible_weights(
@@ -151,6 +153,10 @@ class ComputationJob:
     result: Future[object] = field(default_factory=Future)
     num_waiting_requests: int = 0
 
+    def __post_init__(self) -> None:
+        """Mark the result as running, because a running future cannot be cancelled by one request for the others."""
+        self.result.set_running_or_notify_cancel()
+
     def is_cancelled(self) -> bool:
         """Return whether no request waits any more."""
         return self.num_waiting_requests == 0
@@ -173,8 +179,8 @@ class WorkerThreads:
         self._run_background_step = run_background_step
         self._has_background_work = False
         self._is_closed = False
-        self._waiting_jobs: list[ComputationJob] = []
-        self._jobs_by_key: dict[Hashable, ComputationJob] = {}
+        self._waiting_jobs: dict[Hashable, ComputationJob] = {}  # the next one is the last
+        self._running_jobs: dict[Hashable, ComputationJob] = {}
         self._jobs_changed = threading.Condition()
         self._background_lock = threading.Lock()
         fitting = max(1, (os.cpu_count() or 1) // max(1, torch.get_num_threads()))
@@ -188,16 +194,10 @@ class WorkerThreads:
     def submit(self, key: Hashable, compute: Callable[[IsCancelled], object]) -> ComputationJob:
         """Queue a computation before all earlier ones, or join the job that has the same key."""
         with self._jobs_changed:
-            job = self._jobs_by_key.get(key)
+            job = self._running_jobs.get(key)
             if job is None:
-                job = ComputationJob(key, compute)
-                # Marked as running, because a running future cannot be cancelled by one request for the others.
-                job.result.set_running_or_notify_cancel()
-                self._jobs_by_key[key] = job
-                self._waiting_jobs.append(job)
-            elif job in self._waiting_jobs:
-                self._waiting_jobs.remove(job)
-                self._waiting_jobs.append(job)
+                job = self._waiting_jobs.pop(key, None) or ComputationJob(key, compute)
+                self._waiting_jobs[key] = job
             job.num_waiting_requests += 1
             self._jobs_changed.notify()
         return job
@@ -206,11 +206,8 @@ class WorkerThreads:
         """Stop waiting for a job; a job without waiting requests is cancelled."""
         with self._jobs_changed:
             job.num_waiting_requests -= 1
-            if job.num_waiting_requests == 0:
-                if self._jobs_by_key.get(job.key) is job:
-                    del self._jobs_by_key[job.key]
-                if job in self._waiting_jobs:
-                    self._waiting_jobs.remove(job)
+            if job.is_cancelled():
+                self._forget(job)
 
     def announce_background_work(self) -> None:
         """Wake the threads for new background work."""
@@ -222,9 +219,9 @@ class WorkerThreads:
         """Cancel all jobs, and wait some seconds for the threads to end."""
         with self._jobs_changed:
             self._is_closed = True
-            for job in self._jobs_by_key.values():
+            for job in (*self._waiting_jobs.values(), *self._running_jobs.values()):
                 job.num_waiting_requests = 0
-            for job in self._waiting_jobs:
+            for job in self._waiting_jobs.values():
                 job.result.set_exception(CancelledError())
             self._waiting_jobs.clear()
             self._jobs_changed.notify_all()
@@ -237,9 +234,11 @@ class WorkerThreads:
                 self._jobs_changed.wait_for(lambda: self._is_closed or self._waiting_jobs or self._has_background_work)
                 if self._is_closed:
                     return
-                job = self._waiting_jobs.pop() if self._waiting_jobs else None
+                job = self._waiting_jobs.popitem()[1] if self._waiting_jobs else None
                 if job is None:
                     self._has_background_work = False
+                else:
+                    self._running_jobs[job.key] = job
             if job is not None:
                 self._run_job(job)
             elif self._background_lock.acquire(blocking=False):  # one background step at a time over all threads
@@ -257,5 +256,10 @@ class WorkerThreads:
             job.result.set_exception(error)
         finally:
             with self._jobs_changed:
-                if self._jobs_by_key.get(job.key) is job:
-                    del self._jobs_by_key[job.key]
+                self._forget(job)
+
+    def _forget(self, job: ComputationJob) -> None:
+        """Let no further request join a job, and do not start it if it waits."""
+        for jobs in (self._waiting_jobs, self._running_jobs):
+            if jobs.get(job.key) is job:
+                del jobs[job.key]

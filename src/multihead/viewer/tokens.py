@@ -7,7 +7,7 @@ WordPiece tokenizers, gaps, labels, and control characters, which are shown by t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -77,16 +77,17 @@ def layout_of_tokens(
         for i in range(len(tokens))
     ]
     if text is not None and offsets is not None:
-        before, shown, tail = _slice_text(tokens, flags, text, offsets)
+        pieces = list(_slice_text(tokens, flags, text, offsets))
+        tail = text[max((stop for start, stop in offsets if stop > start), default=0) :]
     else:
-        (before, shown), tail = _split_tokens(tokens, flags, gaps), ""
+        pieces, tail = list(_split_tokens(tokens, flags, gaps)), ""
         tokens = [
-            CONTINUATION_MARK if flag & PIECE_FLAG and not each else each
-            for flag, each in zip(flags, shown, strict=True)
+            CONTINUATION_MARK if flag & PIECE_FLAG and not shown else shown
+            for flag, (_, shown) in zip(flags, pieces, strict=True)
         ]
     return {
-        "gaps": [_escape_invisible_characters(each) for each in before],
-        "shown": [_escape_invisible_characters(each) for each in shown],
+        "gaps": [_escape_invisible_characters(gap) for gap, _ in pieces],
+        "shown": [_escape_invisible_characters(shown) for _, shown in pieces],
         "labels": [_label_of_token(_escape_invisible_characters(token)) for token in tokens],
         "flags": flags,
         "tail": _escape_invisible_characters(tail),
@@ -95,8 +96,8 @@ def layout_of_tokens(
 
 def _split_tokens(
     tokens: Sequence[str], flags: list[int], known: Sequence[str | None] | None
-) -> tuple[list[str], list[str]]:
-    """Return the gap before each token, and the text of each token.
+) -> Iterator[tuple[str, str]]:
+    """Yield the gap before each token and the text of the token, and flag pieces of characters.
 
     Gaps are taken from `known`, or else follow from the conventions of the tokenizer.
     """
@@ -104,22 +105,19 @@ def _split_tokens(
     sentencepiece = any(token.startswith("▁") for token in tokens)
     word_pieces = any(len(token) > 2 and token.startswith("##") for token in tokens)
     spaced = any(token[:1].isspace() or token[-1:].isspace() for token in tokens)
-    gaps, shown = [], []
     pieces = _decode_byte_tokens(tokens, flags) if byte_level else list(tokens)
     quoted = False  # whether the token is inside straight double quotes
     opened = True  # whether no gap belongs between the previous token and this one
     for place, token in enumerate(pieces):
-        gap, piece = "", token
         if flags[place] & SPECIAL_FLAG:
-            gaps.append(" " if place else "")
-            shown.append(token)
+            yield " " if place else "", token
             opened = False
             continue
         if token == CONTINUATION_MARK or (flags[place] & PIECE_FLAG and not token):
             flags[place] |= PIECE_FLAG
-            gaps.append("")
-            shown.append("")
+            yield "", ""
             continue
+        gap, piece = "", token
         if sentencepiece:
             piece = token.replace("▁", " ")
         elif not byte_level and (not spaced or word_pieces):
@@ -147,9 +145,7 @@ def _split_tokens(
             gap, piece = gap + piece[: len(piece) - len(bare)], bare
         if "\ufffd" in piece:
             flags[place] |= PIECE_FLAG
-        gaps.append(gap)
-        shown.append(piece)
-    return gaps, shown
+        yield gap, piece
 
 
 def _decode_byte_tokens(tokens: Sequence[str], flags: list[int]) -> list[str]:
@@ -172,9 +168,8 @@ def _decode_byte_tokens(tokens: Sequence[str], flags: list[int]) -> list[str]:
 
 def _decode_byte_token(token: str) -> str:
     """Decode a byte-level token, in which each byte is a printable character."""
-    codes = [_byte_of_each_character().get(letter) for letter in token]
-    known = [code for code in codes if code is not None]
-    return bytes(known).decode("utf-8", "replace") if len(known) == len(codes) else token
+    byte_of = _byte_of_each_character()
+    return bytes(map(byte_of.__getitem__, token)).decode("utf-8", "replace") if byte_of.keys() >= set(token) else token
 
 
 @cache
@@ -187,30 +182,24 @@ def _byte_of_each_character() -> dict[str, int]:
 
 def _slice_text(
     tokens: Sequence[str], flags: list[int], text: str, offsets: Sequence[tuple[int, int]]
-) -> tuple[list[str], list[str], str]:
-    """Slice the text at the offsets: returns the gap before each token, the text of each token, and the tail."""
-    gaps, shown = [], []
+) -> Iterator[tuple[str, str]]:
+    """Slice the text at the offsets: yield the gap before each token and the text of the token, and flag pieces."""
     at = 0
     after_mark = False
     for i, (start, stop) in enumerate(offsets):
         if stop <= start:  # a special token without text, such as [CLS]
-            gaps.append(" ")
-            shown.append(tokens[i])
+            yield " " if i else "", tokens[i]
             after_mark = True
-            continue
-        if stop <= at:  # several tokens may share one character, and the first one has shown it
+        elif stop <= at:  # several tokens may share one character, and the first one has shown it
             flags[i] |= PIECE_FLAG
-            gaps.append("")
-            shown.append("")
-            continue
-        begin = max(start, at)
-        # Spaces that belong to a token are shown as a gap, so that words are painted and not the spaces between them.
-        piece = text[begin:stop]
-        bare = piece.lstrip() or piece
-        gaps.append(text[at:begin] + piece[: len(piece) - len(bare)] or (" " if after_mark else ""))
-        shown.append(bare)
-        at, after_mark = stop, False
-    return [gaps[0].strip() if gaps else "", *gaps[1:]], shown, text[at:]
+            yield "", ""
+        else:
+            # Spaces that belong to a token are shown as a gap, so that words are painted and not the spaces between.
+            piece = text[max(start, at) : stop]
+            bare = piece.lstrip() or piece
+            gap = text[at : stop - len(bare)] or (" " if after_mark else "")
+            yield gap if i else gap.strip(), bare
+            at, after_mark = stop, False
 
 
 def _escape_invisible_characters(text: str) -> str:

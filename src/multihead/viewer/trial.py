@@ -2,8 +2,8 @@
 
 A `Trial` answers the requests of the page of `multihead try`. A text is read once with all heads on; its record, its
 predictions and the outputs of the model's blocks are stored, and each change of heads runs only the blocks from the
-first changed head on. A `TrialTask` defines what is compared: a language model's prediction of each token, or an
-encoder's similarities of several sentences.
+first changed head on. What is compared depends on the model: a language model's prediction of each token, or an
+encoder's similarities of several sentences. Each of these two tasks is a class, and both have the same methods.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from multihead.viewer.looking import ShowStep, measure_on_repeated_tokens, obser
 from multihead.viewer.page import installed_version, round_all_for_json
 from multihead.viewer.payload import RecordedRun, describe_sample
 from multihead.viewer.query_params import NotFoundError
-from multihead.viewer.tiles import IsCancelled, raise_if_cancelled
+from multihead.viewer.tiles import IsCancelled, as_float32, raise_if_cancelled
 from multihead.viewer.tokens import layout_of_tokens
 
 MAX_TOKENS = 1024
@@ -71,53 +71,6 @@ HeadFactors = Mapping[tuple[int, int], float]
 """(number of a layer, head) -> the factor of its output; 0 switches it off."""
 
 
-class TrialTask(Protocol):
-    """What a model predicts, and how its predictions are compared before and after a change of heads.
-
-    Attributes:
-        kind: kind of model: "language" or "encoder".
-        default_text: the text that the page shows first by default.
-    """
-
-    kind: str
-    default_text: str
-
-    def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
-        """Encode a text of the page: one `EncodedText` per row of the model's batch.
-
-        Raises:
-            InputError: the text is too short.
-        """
-
-    def predict(self, model: Any, batch: BatchInputs) -> Tensor:
-        """Run a model on a batch, and return the predictions to compare, (batch, ...): logits or sentence vectors."""
-
-    def describe_predictions(self, run: TextRun) -> dict[str, Any]:
-        """Describe the predictions of the model on a text with all heads on."""
-
-    def compare_predictions(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
-        """Compare the predictions after a change of heads with those before it, for the page.
-
-        Args:
-            run: the text.
-            predictions: the predictions after the change, as `predict` returned them.
-            token: index of the token after which the next tokens are compared; None for the last one.
-        """
-
-    def measure_effects(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
-        """Return per copy of the batch the effect of switching off its head, and other numbers: (copies, numbers).
-
-        Args:
-            run: the text.
-            predictions: the predictions of all copies, (copies * rows, ...).
-            num_copies: number of copies, each without another head.
-            token: index of the token after which the effect is measured; None for the last one.
-        """
-
-    def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
-        """Describe what `measure_effects` returned for the heads of a layer, (heads, numbers)."""
-
-
 @dataclass(eq=False)
 class TextRun:
     """A text that a model has read with all heads on.
@@ -128,11 +81,11 @@ class TextRun:
         encoded_rows: the encoded text, or the encoded sentences.
         batch: name of a model input -> the tensor, (rows, tokens).
         record: record of the model on the text with all heads on.
-        predictions_before: predictions with all heads on, as `TrialTask.predict` returned them.
+        predictions_before: predictions with all heads on, as the task of the model returned them.
         replay: the stored outputs of the blocks.
         seconds_per_change: estimated time for a change of one head in seconds, the mean over all heads.
-        newest_change: the factors of the newest change of heads, and the record of the blocks that ran again; None
-            before a change.
+        newest_change: the factors of the newest change of heads, and the record of the blocks that ran again; before a
+            change no factors, and `record`.
         continuation: the tokens of the greedy continuation; None if it was not requested yet.
     """
 
@@ -144,7 +97,7 @@ class TextRun:
     predictions_before: Tensor
     replay: Replay
     seconds_per_change: float
-    newest_change: tuple[HeadFactors, Record] | None = None
+    newest_change: tuple[HeadFactors, Record]
     continuation: list[str] | None = None
 
     @cached_property
@@ -178,7 +131,7 @@ class Trial:
         self, loaded: LoadedModel, text: str | None = None, repeated: Mapping[str, RepeatedTokens] | None = None
     ) -> None:
         self.loaded, self.repeated_tokens = loaded, repeated or {}
-        self.task: TrialTask = _NextTokenPredictions() if loaded.head == "language" else _SentenceSimilarities()
+        self.task = _NextTokenPredictions() if loaded.head == "language" else _SentenceSimilarities()
         self.first_text = self.task.default_text if text is None else text
         self._runs: OrderedDict[str, TextRun] = OrderedDict()
 
@@ -227,7 +180,7 @@ class Trial:
             if replay.check_exactness(lambda: self._predict(batch), before):
                 # runs from the middle and from the last block take about the mean time over all heads
                 seconds = perf_counter() - begun
-        run = TextRun(self.loaded, text, rows, batch, record, before, replay, seconds)
+        run = TextRun(self.loaded, text, rows, batch, record, before, replay, seconds, ({}, record))
         self._runs[text] = run
         while len(self._runs) > _MAX_STORED_RUNS:
             self._runs.popitem(last=False)
@@ -307,16 +260,14 @@ class Trial:
         self._check_heads(run, {(layer, head): 0.0})
         if not 0 <= sentence < len(run.encoded_rows):
             raise NotFoundError(f"There is no sentence {sentence}.", f"Give one from 0 to {len(run.encoded_rows) - 1}.")
-        if run.newest_change is None or run.newest_change[0] != factors:
+        if run.newest_change[0] != factors:
             self.change_heads(run, factors, None, is_cancelled)
-        assert run.newest_change is not None
         before = run.record[layer]
         after = next((each for each in run.newest_change[1].layers if each.name == before.name), before)
         samples = [each.sample(sentence) for each in (before, after)]
         block = -(-max(samples[0].num_queries, samples[0].num_keys) // MAX_CELLS_PER_MAP_SIDE)
         found = [each.blocks(head, block=block, cancelled=is_cancelled).means()[0] for each in samples]
-        maps: Array = torch.stack(found).float().numpy()
-        return maps
+        return as_float32(torch.stack(found))
 
     def sweep(self, run: TextRun, token: int | None, is_cancelled: IsCancelled) -> Iterator[dict[str, Any]]:
         """Switch off each head once: yield one item per layer, and at the end the time in seconds."""
@@ -420,7 +371,12 @@ class Trial:
 
 
 class _NextTokenPredictions:
-    """The task of a language model: predict the next token after each token of a text."""
+    """The task of a language model: predict the next token after each token of a text.
+
+    Attributes:
+        kind: kind of model: "language" or "encoder".
+        default_text: the text that the page shows first by default.
+    """
 
     kind = "language"
     default_text = (
@@ -428,23 +384,33 @@ class _NextTokenPredictions:
     )
 
     def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
-        """Encode a text, see `TrialTask.encode`."""
+        """Encode a text of the page: one `EncodedText` per row of the model's batch.
+
+        Raises:
+            InputError: the text is too short.
+        """
         encoded = encode(loaded, text)
         if encoded.ids.shape[1] < 2:
             raise InputError("The text has 1 token, and the first token is not predicted.", "Give a longer text.")
         return [encoded]
 
     def predict(self, model: Any, batch: BatchInputs) -> Tensor:
-        """Return the logits, (batch, tokens, vocabulary)."""
+        """Run a model on a batch, and return the predictions to compare: the logits, (batch, tokens, vocabulary)."""
         logits: Tensor = model(**batch, use_cache=False).logits
         return logits
 
     def describe_predictions(self, run: TextRun) -> dict[str, Any]:
-        """Describe the loss of each token, see `TrialTask.describe_predictions`."""
+        """Describe the predictions of the model on a text with all heads on: the loss of each token."""
         return {"losses": _losses_after_none(run.losses_before), "sentences": [], "similarity": None}
 
     def compare_predictions(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
-        """Compare losses and next tokens, see `TrialTask.compare_predictions`."""
+        """Compare the losses and the next tokens after a change of heads with those before it, for the page.
+
+        Args:
+            run: the text.
+            predictions: the predictions after the change, as `predict` returned them.
+            token: index of the token after which the next tokens are compared; None for the last one.
+        """
         before = _losses_after_none(run.losses_before)
         losses = _losses_after_none(token_losses(predictions, run.batch["input_ids"])[0])
         pairs = [(a, b) for a, b in zip(before, losses, strict=True) if a is not None and b is not None]
@@ -469,7 +435,14 @@ class _NextTokenPredictions:
         }
 
     def measure_effects(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
-        """Return per copy the change of ln p of the likeliest token, and the loss of each token: (copies, tokens)."""
+        """Return per copy the change of ln p of the likeliest token, and the loss of each token: (copies, tokens).
+
+        Args:
+            run: the text.
+            predictions: the predictions of all copies of the text, each without another head, (copies * rows, ...).
+            num_copies: number of copies.
+            token: index of the token after which the effect is measured; None for the last one.
+        """
         place = predictions.shape[1] - 1 if token is None else token
         row = run.predictions_before[0, place].double()
         best = row.argmax()
@@ -478,7 +451,12 @@ class _NextTokenPredictions:
         return torch.cat([change[:, None], losses], 1).cpu()
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
-        """Describe the effect on the chosen token, and on the mean loss of the text, see `TrialTask.describe_sweep`."""
+        """Describe the effect of each head of a layer on the chosen token, and on the mean loss of the text.
+
+        Args:
+            run: the text.
+            measured: the results of `measure_effects` for the heads, (heads, tokens).
+        """
         return {
             "effects": round_all_for_json(measured[:, 0]),
             "losses": round_all_for_json(measured[:, 1:].mean(1) - run.losses_before.mean().cpu()),
@@ -486,14 +464,17 @@ class _NextTokenPredictions:
 
 
 class _SentenceSimilarities:
-    """The task of an encoder: the similarities of several sentences, as cosines of their mean output vectors."""
+    """The task of an encoder: the similarities of several sentences, as cosines of their mean output vectors.
+
+    The attributes and the arguments of the methods are those of the task of a language model.
+    """
 
     kind = "encoder"
     default_text = "The cat sleeps on the sofa.\nA kitten lies on the couch.\nThe bank raised its interest rate."
     min_sentences = 3
 
     def encode(self, loaded: LoadedModel, text: str) -> list[EncodedText]:
-        """Encode each line of a text as a sentence, see `TrialTask.encode`."""
+        """Encode each line of a text as a sentence; raise InputError if there are too few."""
         lines = _lines_with_text(text)
         if len(lines) < self.min_sentences:
             raise InputError(
@@ -509,7 +490,7 @@ class _SentenceSimilarities:
         return normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
     def describe_predictions(self, run: TextRun) -> dict[str, Any]:
-        """Describe the similarities, see `TrialTask.describe_predictions`."""
+        """Describe the similarities of the sentences with all heads on."""
         return {
             "losses": [],
             "sentences": _lines_with_text(run.text),
@@ -517,18 +498,18 @@ class _SentenceSimilarities:
         }
 
     def compare_predictions(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
-        """Compare the similarities, see `TrialTask.compare_predictions`."""
+        """Return the similarities after a change of heads, for the page."""
         nothing = dict.fromkeys(("losses", "predictions", "worse", "at", "kl", "next", "others"))
         return {**nothing, "similarity": _cosine_similarities(predictions).tolist()}
 
     def measure_effects(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
-        """Return the largest change of a similarity, with its sign, (copies, 1)."""
+        """Return per copy the largest change of a similarity, with its sign: (copies, 1)."""
         before = _cosine_similarities(run.predictions_before)
         flat = (_cosine_similarities(predictions.unflatten(0, (num_copies, -1))) - before).flatten(1)
         return flat.gather(1, flat.abs().argmax(1, keepdim=True)).cpu()
 
     def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
-        """Describe the largest change of a similarity, see `TrialTask.describe_sweep`."""
+        """Describe the largest change of a similarity without each head of a layer."""
         return {"effects": round_all_for_json(measured[:, 0]), "losses": None}
 
 
