@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
+from inspect import getsource, signature
 
 import pytest
 
 from multihead.counting.result import Census
-from multihead.observation.presentation import PRESENTERS, presenting_function
+from multihead.observation.presentation import function_of_viewer
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
 
 CALLERS = {
-    "census": Census.report,
-    "film": TimeSeries.view,
-    "report": Record.report,
-    "series": TimeSeries.report,
-    "view": Record.view,
+    ("census_page", "write_census_page"): Census.report,
+    ("series_page", "film_of_series"): TimeSeries.view,
+    ("report", "write_report"): Record.report,
+    ("series_page", "write_series_page"): TimeSeries.report,
+    ("widget.view", "View"): Record.view,
 }
 
 
-@pytest.mark.parametrize(("method", "caller"), CALLERS.items())
-def test_a_method_finds_its_function(method: str, caller: Callable[..., object]) -> None:
-    assert CALLERS.keys() == PRESENTERS.keys()
-    found = signature(presenting_function(method)).parameters
+@pytest.mark.parametrize(("place", "caller"), CALLERS.items())
+def test_a_method_finds_its_function(place: tuple[str, str], caller: Callable[..., object]) -> None:
+    module, name = place
+    assert f'function_of_viewer("{module}", "{name}")(self, ' in getsource(caller)
+    found = signature(function_of_viewer(module, name)).parameters
     passed = set(signature(caller).parameters) - {"self", "others", "options"}
     assert passed <= set(found)

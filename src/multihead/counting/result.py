@@ -31,7 +31,7 @@ from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language
-from multihead.observation.presentation import presenting_function
+from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.analysis.chance import ChanceComparison, error_of_mean
@@ -508,7 +508,7 @@ class Census:
             InputError: the path cannot be written, or no shard is counted.
             MissingPackageError: the packages of the extra "view" are not installed.
         """
-        written: Path = presenting_function("census")(self, path, after, lang=lang, **options)
+        written: Path = function_of_viewer("census_page", "write_census_page")(self, path, after, lang=lang, **options)
         return written
 
     def nearest(self, layer: int, head: int, *, top: int = 5) -> list[DifferentHead]:

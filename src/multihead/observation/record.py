@@ -17,7 +17,7 @@ from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.locale.escaping import escape_controls
-from multihead.observation.presentation import presenting_function
+from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import PROBES, statistic
 from multihead.probes.probe import Statistic
 from multihead.record import loading, merging, notebook, plots, saving
@@ -574,7 +574,7 @@ class Record:
             ArgumentError: nothing was recorded, or an invalid argument.
             MissingPackageError: anywidget is not installed.
         """
-        return presenting_function("view")(self, *others, lang=lang, height=height, linked=linked)
+        return function_of_viewer("widget.view", "View")(self, *others, lang=lang, height=height, linked=linked)
 
     def report(self, path: str | os.PathLike[str], *, sample: int = 0, lang: str = "en", **options: Any) -> Any:
         """Write one page that shows every head, and opens without a server.
@@ -593,7 +593,7 @@ class Record:
             InputError: the path cannot be written, or nothing was recorded.
             MissingPackageError: the packages of the extra "view" are not installed.
         """
-        return presenting_function("report")(self, path, sample=sample, lang=lang, **options)
+        return function_of_viewer("report", "write_report")(self, path, sample=sample, lang=lang, **options)
 
     def reduce(self, group: Any, *, to: int | None = 0) -> Record | None:
         """Join the records of ranks that computed some heads or tokens of one model each; all ranks of a group call it.

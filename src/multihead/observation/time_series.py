@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from multihead.errors import ArgumentError, InputError
 from multihead.errors.optional import require
 from multihead.files import check_writable, open_atomically
-from multihead.observation.presentation import presenting_function
+from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record.notebook import HEAD_COLUMNS, html_of_table, number_with_noun
@@ -205,7 +205,7 @@ class TimeSeries:
             ArgumentError: nothing was observed yet, or an invalid argument.
             MissingPackageError: the packages of the extra "view" are not installed.
         """
-        return presenting_function("film")(self, lang=lang, height=height)
+        return function_of_viewer("series_page", "film_of_series")(self, lang=lang, height=height)
 
     def report(self, path: str | os.PathLike[str], *, lang: str = "en") -> Path:
         """Write the film of the heads over the steps as one page, which opens without a server.
@@ -222,7 +222,7 @@ class TimeSeries:
             InputError: the path cannot be written.
             MissingPackageError: the packages of the extra "view" are not installed.
         """
-        written: Path = presenting_function("series")(self, path, lang=lang)
+        written: Path = function_of_viewer("series_page", "write_series_page")(self, path, lang=lang)
         return written
 
     def save(self, file: str | os.PathLike[str]) -> None:
