@@ -79,8 +79,8 @@ TOKEN_MATCH_PARTS: frozenset[PartName] = frozenset({"duplicate_mass", "induction
 
 
 @dataclass(eq=False)
-class _PreviousCall:
-    """State of a layer's previous call, used to detect that the next call continues it (cached decoding).
+class _LayerCall:
+    """An attention call of a layer, with what is needed to record a later call that continues it (cached decoding).
 
     Attributes:
         layer: the record of the layer.
@@ -94,9 +94,10 @@ class _PreviousCall:
         is_further_window: whether the call computes a further window of the samples of the call before it.
         windows: how many consecutive rows of the batch are windows of one sample.
         samples: returns the records of the samples.
-        key_starts: returns the position of each sample's first key in the sequence, (samples,) int64.
-        num_keys: returns the number of keys of each sample in its windows so far, (samples,) int64; (1,) before the
-            first window.
+        key_starts: returns the position of each sample's first key in the sequence, (samples,) int64; (1,) with 0 until
+            the first call of the samples is recorded.
+        num_keys: returns the number of keys of each sample in its windows so far, (samples,) int64; (1,) with 0 before
+            the first window.
     """
 
     layer: LayerRecord
@@ -115,8 +116,8 @@ class _PreviousCall:
     @staticmethod
     def from_call(
         call: AttentionCall, layer: LayerRecord, offset: int | Tensor, *, cross_attention: bool
-    ) -> _PreviousCall:
-        """Create the state after a call whose first key has the position `offset` in the sequence."""
+    ) -> _LayerCall:
+        """Create an object for a call whose first key has the position `offset` in the sequence."""
         request, shape = call.request, call.request.shape
         stop, edge = 0, None
         if request.position_in_sequence is None:
@@ -126,7 +127,7 @@ class _PreviousCall:
                 last = -1 if cross_attention else min(stop - int(offset), shape.key_length) - 1
                 edge = torch.stack([request.k[:, :, 0], request.k[:, :, last]]).detach()
         own_offset = offset.clone() if isinstance(offset, Tensor) else offset  # a cache may overwrite its tensor
-        return _PreviousCall(layer, own_offset, stop, shape.key_length, edge, cross_attention)
+        return _LayerCall(layer, own_offset, stop, shape.key_length, edge, cross_attention)
 
 
 @dataclass(eq=False)
@@ -143,7 +144,7 @@ class Recorder:
     requested_statistics: frozenset[PartName] = field(init=False)
     _counting_rules: dict[str, str] = field(init=False)  # `Probe.counted` of statistics that are not built in
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
-    _previous_calls: dict[tuple[str, object], _PreviousCall] = field(default_factory=dict)  # by layer and text
+    _previous_calls: dict[tuple[str, object], _LayerCall] = field(default_factory=dict)  # by layer and text
     _namer: LayerNamer = field(init=False)
     _newest_sample_spans: SampleSpans | None = None  # the samples of the previous call in this pass
     _chance_levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
@@ -207,7 +208,7 @@ class Recorder:
                 start = continued.first_query
             if isinstance(start, Tensor) or start != request.query_start:
                 call = AttentionCall(replace(request, query_start=start), drop_position_parts(call.result))
-        state = _PreviousCall.from_call(call, layer, offset, cross_attention=cross_attention)
+        state = _LayerCall.from_call(call, layer, offset, cross_attention=cross_attention)
         if previous is not None:
             state.is_first, state.is_further_window = False, window
             state.samples, state.key_starts = previous.samples, previous.key_starts
@@ -229,7 +230,7 @@ class Recorder:
         return self._layers[name]
 
     def _continues_call(
-        self, call: AttentionCall, previous: _PreviousCall, offset: int | Tensor, *, cross_attention: bool
+        self, call: AttentionCall, previous: _LayerCall, offset: int | Tensor, *, cross_attention: bool
     ) -> bool:
         """Whether a call continues the previous call of its layer, because it has the same keys and more."""
         request = call.request
@@ -249,7 +250,7 @@ class Recorder:
         adjoins = offset + request.query_start == previous.query_stop and 0 <= last < keys
         return adjoins and torch.equal(request.k[:, :, last], previous.edge_keys[1])
 
-    def _add_call(self, call: AttentionCall, state: _PreviousCall) -> None:
+    def _add_call(self, call: AttentionCall, state: _LayerCall) -> None:
         """Measure a call, all samples at once if possible, and add it to the record."""
         request, summary = call.request, state.layer.running_summary
         sample_spans = self._find_samples(request)
@@ -285,7 +286,7 @@ class Recorder:
         return self._chance_levels[key]
 
     def _add_first_call(
-        self, call: AttentionCall, state: _PreviousCall, sample_spans: SampleSpans, ids: CallTokenIds
+        self, call: AttentionCall, state: _LayerCall, sample_spans: SampleSpans, ids: CallTokenIds
     ) -> bool:
         """Create the samples of a call; return True if the whole batch could be measured and recorded at once."""
         layer, summary, windows = state.layer, state.layer.running_summary, state.windows
@@ -521,7 +522,7 @@ class Recorder:
         return measured
 
     def _add_samples(
-        self, call: AttentionCall, state: _PreviousCall, sample_spans: SampleSpans, ids: CallTokenIds
+        self, call: AttentionCall, state: _LayerCall, sample_spans: SampleSpans, ids: CallTokenIds
     ) -> None:
         """Measure the samples of a call one by one, and append the call to each.
 
