@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import Any
 
+from torch import Tensor
+
 from multihead.errors import ProbeError
 from multihead.kernels.parts import PART_FAMILIES, PartName, check_part
-from multihead.probes.probe import SHARE_FORMAT, Probe, Statistic
+from multihead.probes.probe import SHARE_FORMAT, PartValues, Probe, Statistic
 
 
 def _probe_of_single_part(part: PartName, name: str = "", **options: Any) -> Probe:
@@ -25,6 +27,19 @@ def _probe_of_single_part(part: PartName, name: str = "", **options: Any) -> Pro
 def _share_probe(part: PartName, name: str = "", **options: Any) -> Probe:
     """Return the probe of a statistic that equals one part, and is shown as a share of a query's weights."""
     return _probe_of_single_part(part, name, number_format=SHARE_FORMAT, **options)
+
+
+# Functions with a name, not lambdas: a record is pickled with its probes.
+def _effective_keys(parts: PartValues) -> Tensor:
+    return parts["entropy"].exp()
+
+
+def _largest_score(parts: PartValues) -> Tensor:
+    return parts["logsumexp"] + parts["largest_weight"].log()
+
+
+def _coverage_of_parts(parts: PartValues) -> Tensor:
+    return parts["received"].clamp(max=1)
 
 
 _NAMES_BY_OFFSET = {0: "self_mass", -1: "previous_mass", 1: "next_mass"}
@@ -83,7 +98,7 @@ _BUILT_IN_PROBES = (
     ),
     Probe(
         "effective_keys",
-        lambda parts: parts["entropy"].exp(),
+        _effective_keys,
         {"entropy"},
         short_label="eff. keys",
         number_format=".1f",
@@ -140,7 +155,7 @@ _BUILT_IN_PROBES = (
     ),
     Probe(
         "largest_score",
-        lambda parts: parts["logsumexp"] + parts["largest_weight"].log(),
+        _largest_score,
         {"logsumexp", "largest_weight"},
         number_format=".1f",
         source="QK-clip, arXiv:2507.20534",
@@ -182,7 +197,7 @@ _BUILT_IN_PROBES = (
     ),
     Probe(
         "coverage",
-        lambda parts: parts["received"].clamp(max=1),
+        _coverage_of_parts,
         {"received"},
         number_format=SHARE_FORMAT,
         source="arXiv:1609.08144, equation 14",
