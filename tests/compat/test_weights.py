@@ -58,7 +58,7 @@ def test_under_dropout_the_output_is_computed_from_the_weights_after_dropout() -
 def test_gradients_flow_through_the_weights() -> None:
     call = request(grad=True)
     last = LastWeights()
-    last.set_request(call)
+    last.store(call)
     later = last.weights()
     assert later is not None
     cotangent = torch.randn_like(later)
@@ -110,12 +110,12 @@ def test_last_weights_are_neither_copied_nor_pickled() -> None:
     last = LastWeights()
     assert last.weights() is None
     call = request(grad=True)
-    last.set_request(call)
+    last.store(call)
     assert last.weights() is not None
     assert copy.deepcopy(last).weights() is None
     assert pickle.loads(pickle.dumps(last)).weights() is None
     weights = torch.ones(1)
-    last.set_weights(weights)
+    last.store(weights)
     assert last.weights() is weights
 
 

@@ -177,10 +177,10 @@ class MultiHeadedAttention(nn.Module):
         request: AttentionRequest = request_of(q, k, v, shown, dropout=dropout, origin=CallOrigin(self))
         if dropout:
             output, weights = attend_with_weights(request)
-            self._last.set_weights(weights)
+            self._last.store(weights)
         else:
             output = attend(request).output
-            self._last.set_request(request)
+            self._last.store(request)
         return self.linears[3](merge_heads(output))  # type: ignore[no-any-return]
 
 

@@ -89,7 +89,7 @@ class DotProductAttention(nn.Module):
         dropout = self.dropout.p if self.training else 0.0
         request: AttentionRequest = request_of(q, k, v, mask, dropout=dropout, origin=CallOrigin(owner))
         output = attend(request).output
-        self._last.set_request(request)
+        self._last.store(request)
         return output
 
 

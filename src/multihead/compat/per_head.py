@@ -80,9 +80,9 @@ class PerHeadAttention(nn.Module):
 
         matrices = [[random_matrix(embed_dim, head_dim) for _ in range(num_heads)] for _ in _MATRIX_NAMES]
         W_O = random_matrix(num_heads * head_dim, embed_dim) if output_projection else None
-        biases: list[list[Tensor] | None] = [[torch.zeros(head_dim) for _ in range(num_heads)] for _ in _MATRIX_NAMES]
+        biases = [[torch.zeros(head_dim)] * num_heads if bias else None] * len(_MATRIX_NAMES)
         b_O = torch.zeros(embed_dim) if output_projection and bias else None
-        self._set_parameters(matrices, W_O, biases if bias else [None] * 3, b_O)
+        self._set_parameters(matrices, W_O, biases, b_O)
 
     @classmethod
     def of(
@@ -116,20 +116,48 @@ class PerHeadAttention(nn.Module):
         >>> PerHeadAttention.of([eye, eye], [eye, eye], [eye, 10 * eye])(torch.ones(3, 2))[0].tolist()
         [1.0, 1.0, 10.0, 10.0]
         """
-        matrices, biases = [list(W_Q), list(W_K), list(W_V)], [b_Q, b_K, b_V]
-        _check_matrices_fit(matrices, W_O, biases, b_O)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._set_parameters(matrices, W_O, biases, b_O)  # noqa: SLF001
+        made._set_parameters([list(W_Q), list(W_K), list(W_V)], W_O, [b_Q, b_K, b_V], b_O)  # noqa: SLF001
         return made
 
     def _set_parameters(
         self,
-        matrices: Sequence[Sequence[Tensor]],
+        matrices: list[list[Tensor]],
         W_O: Tensor | None,
         biases: Sequence[Sequence[Tensor] | None],
         b_O: Tensor | None,
     ) -> None:
+        """Copy the matrices and biases to parameters; reject lists of matrices that do not fit each other."""
+        if len({len(each) for each in matrices}) > 1 or not matrices[0]:
+            counts = ", ".join(f"{len(each)} W_{part}" for part, each in zip(_MATRIX_NAMES, matrices, strict=True))
+            raise ShapeError(f"There are {counts}.", "Give one W_Q, W_K and W_V per head.")
+        for part, each, bias in zip(_MATRIX_NAMES, matrices, biases, strict=True):
+            shapes = [tuple(matrix.shape) for matrix in each]
+            if len(set(shapes)) > 1 or len(shapes[0]) != 2 or 0 in shapes[0]:
+                raise ShapeError(f"W_{part} has the shapes {shapes}.", "Give one (features, head_dim) for all heads.")
+            if bias is not None and [tuple(vector.shape) for vector in bias] != [shapes[0][1:]] * len(each):
+                raise ShapeError(
+                    f"b_{part} has the shapes {[tuple(vector.shape) for vector in bias]}.",
+                    f"Give {len(each)} of shape {shapes[0][1:]}, the width of the heads.",
+                )
+        q, k, v = (each[0] for each in matrices)
+        if q.shape[1] != k.shape[1] or len(k) != len(v):
+            raise ShapeError(
+                f"W_Q is {tuple(q.shape)}, W_K {tuple(k.shape)} and W_V {tuple(v.shape)} per head.",
+                "Give W_Q and W_K the same columns, W_K and W_V the same rows.",
+            )
+        merged = len(matrices[2]) * v.shape[1]
+        if W_O is not None and (W_O.dim() != 2 or len(W_O) != merged):
+            raise ShapeError(
+                f"W_O has shape {tuple(W_O.shape)}.", f"Give ({merged}, output_dim): one row per column of Z."
+            )
+        if b_O is not None and (W_O is None or tuple(b_O.shape) != (W_O.shape[1],)):
+            raise ShapeError(
+                f"b_O has shape {tuple(b_O.shape)}, and "
+                + ("there is no W_O." if W_O is None else f"W_O has {W_O.shape[1]} columns."),
+                "Give one number per column of W_O, or neither.",
+            )
         self.W_Q, self.W_K, self.W_V = (_as_parameter_list(each) for each in matrices)
         self.b_Q, self.b_K, self.b_V = (None if each is None else _as_parameter_list(each) for each in biases)
         self.W_O = None if W_O is None else nn.Parameter(W_O.detach().clone())
@@ -273,39 +301,3 @@ def _join_heads(matrices: nn.ParameterList, biases: nn.ParameterList | None) -> 
 
 def _as_parameter_list(tensors: Sequence[Tensor]) -> nn.ParameterList:
     return nn.ParameterList([nn.Parameter(tensor.detach().clone()) for tensor in tensors])
-
-
-def _check_matrices_fit(
-    matrices: list[list[Tensor]],
-    W_O: Tensor | None,
-    biases: Sequence[Sequence[Tensor] | None],
-    b_O: Tensor | None,
-) -> None:
-    """Reject lists of matrices that do not fit each other."""
-    if len({len(each) for each in matrices}) > 1 or not matrices[0]:
-        counts = ", ".join(f"{len(each)} W_{part}" for part, each in zip(_MATRIX_NAMES, matrices, strict=True))
-        raise ShapeError(f"There are {counts}.", "Give one W_Q, W_K and W_V per head.")
-    for part, each, bias in zip(_MATRIX_NAMES, matrices, biases, strict=True):
-        shapes = [tuple(matrix.shape) for matrix in each]
-        if len(set(shapes)) > 1 or len(shapes[0]) != 2 or 0 in shapes[0]:
-            raise ShapeError(f"W_{part} has the shapes {shapes}.", "Give one (features, head_dim) for all heads.")
-        if bias is not None and [tuple(vector.shape) for vector in bias] != [shapes[0][1:]] * len(each):
-            raise ShapeError(
-                f"b_{part} has the shapes {[tuple(vector.shape) for vector in bias]}.",
-                f"Give {len(each)} of shape {shapes[0][1:]}, the width of the heads.",
-            )
-    q, k, v = (each[0] for each in matrices)
-    if q.shape[1] != k.shape[1] or len(k) != len(v):
-        raise ShapeError(
-            f"W_Q is {tuple(q.shape)}, W_K {tuple(k.shape)} and W_V {tuple(v.shape)} per head.",
-            "Give W_Q and W_K the same columns, W_K and W_V the same rows.",
-        )
-    merged = len(matrices[2]) * v.shape[1]
-    if W_O is not None and (W_O.dim() != 2 or len(W_O) != merged):
-        raise ShapeError(f"W_O has shape {tuple(W_O.shape)}.", f"Give ({merged}, output_dim): one row per column of Z.")
-    if b_O is not None and (W_O is None or tuple(b_O.shape) != (W_O.shape[1],)):
-        raise ShapeError(
-            f"b_O has shape {tuple(b_O.shape)}, and "
-            + ("there is no W_O." if W_O is None else f"W_O has {W_O.shape[1]} columns."),
-            "Give one number per column of W_O, or neither.",
-        )

@@ -71,25 +71,24 @@ class LastWeights:
     """
 
     def __init__(self) -> None:
-        self._request: AttentionRequest | None = None
-        self._weights: Tensor | None = None
+        self._source: AttentionRequest | Tensor | None = None
 
     def __reduce__(self) -> tuple[type[LastWeights], tuple[()]]:
         return LastWeights, ()
 
-    def set_request(self, request: AttentionRequest) -> None:
-        """Store the request of a call; its origin is removed, because it refers to the layer that holds this object."""
-        self._request, self._weights = replace(request, origin=None), None
+    def store(self, source: AttentionRequest | Tensor) -> None:
+        """Store the request of a call, or its weights, (batch, heads, queries, keys), if they are computed already.
 
-    def set_weights(self, weights: Tensor) -> None:
-        """Store computed weights: (batch, heads, queries, keys)."""
-        self._request, self._weights = None, weights
+        The origin of the request is removed, because it refers to the layer that holds this object.
+        """
+        self._source = source if isinstance(source, Tensor) else replace(source, origin=None)
 
     def weights(self) -> Tensor | None:
         """Return the stored weights, or compute them before dropout: (batch, heads, queries, keys)."""
-        if self._request is None:
-            return self._weights
-        return _weights_before_dropout(self._request)[0].to(self._request.q.dtype)
+        source = self._source
+        if isinstance(source, AttentionRequest):
+            return _weights_before_dropout(source)[0].to(source.q.dtype)
+        return source
 
 
 def _weights_before_dropout(request: AttentionRequest, *, average: bool = False) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -148,14 +149,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._check_input_shapes(query, key, value)
         within = query is key  # self-attention
         batched, length_axis = query.dim() == 3, 1 if self.batch_first or query.dim() == 2 else 0
-        if key_padding_mask is not None and not batched:
-            key_padding_mask = key_padding_mask[None]
-        query, key, value = self._zero_nonfinite_padding(query, key, value, key_padding_mask)
-        if length_axis == 0:
-            query, key, value = _to_batch_first(query, key, value)
-        q, k, v = self._project(query, key, value)  # (batch, length, embed_dim) each
         if not batched:
-            q, k, v = q[None], k[None], v[None]
+            query, key, value = _convert_inputs(lambda x: x[None], query, key, value)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif length_axis == 0:
+            # Contiguous copies, because the matrix products that follow are slow on tokens with large strides.
+            query, key, value = _convert_inputs(lambda x: x.transpose(0, 1).contiguous(), query, key, value)
+        query, key, value = _zero_nonfinite_padding(query, key, value, key_padding_mask)
+        q, k, v = self._project(query, key, value)  # (batch, length, embed_dim) each
         added = self._added_keys
         size = CallSize(q.shape[0], self.num_heads, q.shape[1], k.shape[1])
         mask, bias = convert_masks(attn_mask, key_padding_mask, size, added_keys=added, is_causal=is_causal)
@@ -243,11 +244,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention of nested tensors by padding them; the weights of padding are 0, as in the original."""
         rows, columns = padding_of_nested(query), padding_of_nested(key)  # (batch, length) each
-        unique = {id(nested): nested for nested in (query, key, value)}
-        padded = {
-            name: pad_sequence(list(nested.unbind()), batch_first=self.batch_first) for name, nested in unique.items()
-        }
-        q, k, v = (padded[id(nested)] for nested in (query, key, value))
+
+        def pad(nested: Tensor) -> Tensor:
+            return pad_sequence(list(nested.unbind()), batch_first=self.batch_first)
+
+        q, k, v = _convert_inputs(pad, query, key, value)
         output, weights = self.forward(q, k, v, columns, need_weights, None, average, is_causal)
         output = output if self.batch_first else output.transpose(0, 1)
         samples = [sample[~hidden] for sample, hidden in zip(output, rows, strict=True)]
@@ -296,25 +297,6 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "Give one value per key.",
             )
 
-    def _zero_nonfinite_padding(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Replace NaN and inf in hidden tokens by 0: in the projection, 0 * NaN would reach a parameter's gradient."""
-        if key_padding_mask is None or key_padding_mask.dim() != 2 or key_padding_mask.requires_grad:
-            return query, key, value
-        if can_read_values(key.device) and bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
-            return query, key, value
-        hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
-        if key.dim() == 2:
-            hidden = hidden[0]
-        elif not self.batch_first:
-            hidden = hidden.T
-        if hidden.shape != key.shape[:-1]:
-            return query, key, value  # `convert_masks` rejects this shape
-        clean = _zero_nonfinite_where(hidden, key)
-        of_value = clean if value is key else _zero_nonfinite_where(hidden, value)
-        return clean if query is key else query, clean, of_value
-
     def _check_input_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Reject inputs that do not fit the layer or each other."""
         layout = "(batch, length, features)" if self.batch_first else "(length, batch, features)"
@@ -349,6 +331,20 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
 
+def _zero_nonfinite_padding(
+    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Replace NaN and inf in hidden tokens by 0: in the projection, 0 * NaN would reach a parameter's gradient."""
+    if key_padding_mask is None or key_padding_mask.shape != key.shape[:-1] or key_padding_mask.requires_grad:
+        return query, key, value  # `convert_masks` rejects a mask of another shape
+    if can_read_values(key.device) and bool(torch.isfinite(key.detach().sum() + value.detach().sum())):
+        return query, key, value
+    hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == -torch.inf
+    clean = _zero_nonfinite_where(hidden, key)
+    of_value = clean if value is key else _zero_nonfinite_where(hidden, value)
+    return clean if query is key else query, clean, of_value
+
+
 def _zero_nonfinite_where(hidden: Tensor, x: Tensor) -> Tensor:
     """Replace NaN and inf in hidden tokens by 0; finite hidden tokens are kept, because they may be queries too."""
     return x.masked_fill((hidden & ~x.isfinite().all(-1))[..., None], 0)
@@ -372,12 +368,11 @@ def _do_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Do nothing: a forward pre-hook that keeps the inputs."""
 
 
-def _to_batch_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange length and batch; inputs that are the same tensor stay the same tensor.
-
-    The copies are contiguous, because the matrix products that follow are slow on tokens with large strides.
-    """
-    q = query.transpose(0, 1).contiguous()
-    k = q if key is query else key.transpose(0, 1).contiguous()
-    v = q if value is query else k if value is key else value.transpose(0, 1).contiguous()
+def _convert_inputs(
+    convert: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convert query, key and value; inputs that are the same tensor stay the same tensor."""
+    q = convert(query)
+    k = q if key is query else convert(key)
+    v = q if value is query else k if value is key else convert(value)
     return q, k, v

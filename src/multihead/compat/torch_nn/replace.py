@@ -6,7 +6,6 @@ import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -48,9 +47,7 @@ class Replaced(Generic[Model]):
     def __enter__(self) -> Replaced[Model]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.restore()
 
     def __str__(self) -> str:

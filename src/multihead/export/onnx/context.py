@@ -8,7 +8,7 @@ import torch
 
 from multihead.export.onnx.graph import Graph
 from multihead.export.onnx.masks import PositionValues
-from multihead.export.onnx.spec import INPUTS, ModelSpec
+from multihead.export.onnx.spec import ModelSpec
 from multihead.layer import MultiHeadAttention
 
 
@@ -27,29 +27,23 @@ class ExportContext:
     def __init__(self, graph: Graph, layer: MultiHeadAttention, spec: ModelSpec) -> None:
         self.graph, self.layer, self.spec = graph, layer, spec
         self.dtype: torch.dtype = layer.q_proj.weight.dtype
-        for name in INPUTS:
-            if name in spec.inputs:
-                self._declare_input(name)
-
-    def _declare_input(self, name: str) -> None:
-        spec, layer = self.spec, self.layer
-        rows: dict[str, tuple[int | str, int]] = {
-            "x": (spec.queries, layer.embed_dim),
-            "memory": (spec.keys, layer.key_dim),
-            "values": (spec.keys, layer.value_dim),
+        past = spec.keys - spec.queries if isinstance(spec.keys, int) and isinstance(spec.queries, int) else "past"
+        inputs: dict[str, tuple[torch.dtype, tuple[int | str | None, ...]]] = {
+            "x": (self.dtype, (spec.batch, spec.queries, layer.embed_dim)),
+            "memory": (self.dtype, (spec.batch, spec.keys, layer.key_dim)),
+            "values": (self.dtype, (spec.batch, spec.keys, layer.value_dim)),
+            "past_key": (self.dtype, (spec.batch, layer.num_kv_heads, past, layer.head_dim)),
+            "past_value": (self.dtype, (spec.batch, layer.num_kv_heads, past, layer.value_head_dim)),
+            "lengths": (torch.int64, (spec.batch,)),
+            "memory_lengths": (torch.int64, (spec.batch,)),
+            "keep": (torch.bool, (None,) * 4),
+            "bias": (self.dtype, (None,) * 4),
+            "head_gates": (self.dtype, (None,) * 3),
+            "query_start": (torch.int64, (spec.batch,)),
         }
-        if name in rows:
-            self.graph.add_input(name, self.dtype, (spec.batch, *rows[name]))
-        elif name == "past":
-            fixed = isinstance(spec.keys, int) and isinstance(spec.queries, int)
-            past = int(spec.keys) - int(spec.queries) if fixed else "past"
-            for part, width in (("past_key", layer.head_dim), ("past_value", layer.value_head_dim)):
-                self.graph.add_input(part, self.dtype, (spec.batch, layer.num_kv_heads, past, width))
-        elif name in ("keep", "bias", "head_gates"):
-            axes = 3 if name == "head_gates" else 4
-            self.graph.add_input(name, torch.bool if name == "keep" else self.dtype, (None,) * axes)
-        else:
-            self.graph.add_input(name, torch.int64, (spec.batch,))
+        for name, (dtype, sizes) in inputs.items():
+            if name in spec.inputs or (spec.has_past and name in ("past_key", "past_value")):
+                graph.add_input(name, dtype, sizes)
 
     @cached_property
     def batch_size(self) -> str:

@@ -38,7 +38,7 @@ def add_layer_nodes(context: ExportContext) -> None:
     graph.add_output(output, "output", context.dtype, (spec.batch, spec.queries, layer.output_dim))
     if spec.has_past:
         for name, width in zip(PRESENT_OUTPUTS, (layer.head_dim, layer.value_head_dim), strict=True):
-            graph.add_value_as_output(name, context.dtype, (spec.batch, layer.num_kv_heads, spec.keys, width))
+            graph.add_output(name, name, context.dtype, (spec.batch, layer.num_kv_heads, spec.keys, width))
 
 
 def _zero_padding_of_inputs(context: ExportContext) -> tuple[str, str, str]:

@@ -61,14 +61,11 @@ class Graph:
         return name
 
     def add_output(self, value: str, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> None:
-        """Declare the value of the last node as an output, and rename it."""
-        assert self._nodes[-1].output[0] == value
-        self._nodes[-1].output[0] = self._unique_name(name)
+        """Declare a value as an output; only the value of the last node can get another name."""
+        if value != name:
+            assert self._nodes[-1].output[0] == value
+            self._nodes[-1].output[0] = self._unique_name(name)
         self._outputs.append(self._value_info(name, dtype, sizes))
-
-    def add_value_as_output(self, value: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> None:
-        """Declare a value as an output of the graph, without renaming it."""
-        self._outputs.append(self._value_info(value, dtype, sizes))
 
     def add_constant(self, value: Tensor, *, name: str = "constant") -> str:
         """Add a tensor of any dtype and device as a constant with the same bits, and return its name."""

@@ -56,7 +56,7 @@ class ModelSpec:
 
 
 def check_spec(
-    layer: object,
+    layer: MultiHeadAttention,
     inputs: Sequence[str],
     mask: Mask,
     query_start: int | Tensor | str | None,
@@ -64,21 +64,21 @@ def check_spec(
     sizes: dict[str, int | None],
 ) -> ModelSpec:
     """Check a layer and the specification of its model; see `multihead.export.onnx.to_model` for the arguments."""
-    attention = _check_layer(layer)
+    _check_layer(layer)
     check_is_mask(mask)
     if opset not in OPSETS:
         raise ArgumentError(
             f"opset is {opset!r}, and the operator Attention is supported for opsets 23, 24 and 25.",
             "Give one of them.",
         )
-    _check_inputs(attention, inputs)
-    start = _query_start_input(attention, inputs, mask, query_start)
-    batch, queries, keys = _symbolic_sizes(attention, inputs, mask, start, sizes)
+    _check_inputs(layer, inputs)
+    start = _query_start_input(layer, inputs, mask, query_start)
+    batch, queries, keys = _symbolic_sizes(layer, inputs, mask, start, sizes)
     return ModelSpec(frozenset(inputs), mask, start, opset, batch, queries, keys)
 
 
-def _check_layer(layer: object) -> MultiHeadAttention:
-    """Return the layer; raise if its forward or projections were replaced, or if it has dropout in training mode."""
+def _check_layer(layer: MultiHeadAttention) -> None:
+    """Reject a layer whose forward or projections were replaced, or that has dropout in training mode."""
     if not isinstance(layer, MultiHeadAttention):
         raise ArgumentError(
             f"layer is a {type(layer).__name__}, not a multihead.MultiHeadAttention.",
@@ -101,7 +101,6 @@ def _check_layer(layer: object) -> MultiHeadAttention:
                 f"{name} is a {type(projection).__name__}, which cannot be exported.",
                 "Give a layer whose projections are plain nn.Linear; merge adapters such as LoRA into them first.",
             )
-    return layer
 
 
 def _check_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
@@ -167,20 +166,19 @@ def _query_start_input(
                 'query_start="end" (decoding).',
             )
         return 0
-    if isinstance(query_start, Tensor):
-        if query_start.dim() != 1 or query_start.dtype not in (torch.int64, torch.int32):
-            raise ArgumentError(
-                f"query_start is a {query_start.dtype} tensor of shape {tuple(query_start.shape)}.",
-                "Give one int per sample.",
-            )
-        return query_start
     if isinstance(query_start, str):
         if query_start != "end":
             raise ArgumentError(
                 f"query_start is {query_start!r}.", 'Give an int, a tensor with one int per sample, or "end".'
             )
         return "end"
-    check_integer("query_start", query_start, least=0)
+    if not isinstance(query_start, Tensor):
+        check_integer("query_start", query_start, least=0)
+    elif query_start.dim() != 1 or query_start.dtype not in (torch.int64, torch.int32):
+        raise ArgumentError(
+            f"query_start is a {query_start.dtype} tensor of shape {tuple(query_start.shape)}.",
+            "Give one int per sample.",
+        )
     return query_start
 
 
