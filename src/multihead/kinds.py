@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.kernels.parts import PartName
 from multihead.probes.catalogue import PROBES, SEPARATOR_STATISTIC
-from multihead.probes.probe import MIN_SHARE_WITHOUT_DECIMAL, SHARE_FORMAT, Probe, Statistic
+from multihead.probes.probe import MIN_SHARE_WITHOUT_DECIMAL, SHARE_FORMAT, PartValues, Probe, Statistic
 
 __all__ = ["KINDS", "Kind"]
 
@@ -213,9 +214,14 @@ def _in_language(words: TextByLanguage, lang: str) -> str:
 
 _NEAR_PARTS: tuple[PartName, ...] = tuple(("offset_mass", offset) for offset in range(-LOCAL_REACH, LOCAL_REACH + 1))
 
+
+def _near_keys_mass(parts: PartValues) -> Tensor:
+    return torch.stack([parts[each] for each in _NEAR_PARTS]).sum(0)
+
+
 NEAR_MASS = Probe(
     "near_mass",
-    lambda parts: torch.stack([parts[each] for each in _NEAR_PARTS]).sum(0),
+    _near_keys_mass,
     frozenset(_NEAR_PARTS),
     label="near",
     number_format=SHARE_FORMAT,

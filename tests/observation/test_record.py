@@ -21,7 +21,7 @@ from multihead.functional import attend, request_of
 from multihead.kernels.call import CallOrigin
 from multihead.observation.record import Record
 from multihead.probes import PROBES
-from multihead.record.analysis.highlights import findings
+from multihead.record.analysis.highlights import findings, layer_profiles
 from multihead.record.sample import SampleRecord
 from tests.observation.recorded import ids, read
 
@@ -246,7 +246,7 @@ def test_what_stands_out_is_said_of_the_layers_own_number() -> None:
     some = read(ids(1, 12), layers=[1])
     sample = some.layers[0].samples[0]
     sample.set_statistics({"previous_mass": torch.full((sample.num_heads, 12), 0.9)})
-    found = findings(some.layers)
+    found = findings(layer_profiles(some.layers))
     assert {one.layer for one in found} == {1}
     assert all(str(one).startswith("layer 1 head ") for one in found)
 

@@ -103,7 +103,10 @@ def test_a_record_shows_what_was_measured_in_tables_searches_and_findings() -> N
     )
     (one,) = seen.find(repeated_induction=(0.5, None))
     assert str(one) == "L0 H1: induction on random repeats 100 %"
-    assert [each.topic for each in findings(seen.layers)] == ["repeated_induction", "repeated_duplicate"]
+    assert [each.topic for each in findings(layer_profiles(seen.layers))] == [
+        "repeated_induction",
+        "repeated_duplicate",
+    ]
     assert layer_profiles(seen.layers)[0].kinds[1][0] == "repeated_induction"
 
 
@@ -119,7 +122,7 @@ def test_a_model_with_random_weights_has_no_finding(name: str, seed: int) -> Non
     with torch.no_grad(), mh.observe(model, probes=(*DEFAULT, "duplicate_mass", "induction_mass")) as seen:
         model(input_ids=torch.randint(3, 100, (1, 60)))
     add_repeated(seen, measure_repeated(model, range(3, 100), start=1, length=20, times=3))
-    assert findings(seen.layers) == []
+    assert findings(layer_profiles(seen.layers)) == []
     assert all("repeated_induction" in one.means for one in layer_profiles(seen.layers))
 
 

@@ -54,7 +54,7 @@ def test_the_findings_of_a_sample_are_those_of_its_report() -> None:
     one = record.layers[1].samples[0]
     one.set_statistics(one.statistics | {"previous_mass": previous})
     shown = describe_sample(RecordedRun("a.safetensors", record), 0)
-    expected = findings(record.layers, sample=0)
+    expected = findings(record.profiles(sample=0))
     assert [(each["layer"], each["head"], each["sentence"]) for each in shown["findings"]] == [
         (each.layer, each.head, each.sentence) for each in expected
     ]

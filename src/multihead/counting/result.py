@@ -45,7 +45,7 @@ from multihead.record.analysis.highlights import (
     kinds_of_heads,
 )
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import OneLineRepr
+from multihead.record.notebook import HeadOfLayer
 from multihead.record.running_summary import RunningSummary
 from multihead.record.summaries import QUANTILE_OF_SUMMARY, SummaryName, check_summary_name
 from multihead.record.table import HeadTable, head_rows
@@ -94,7 +94,7 @@ class Example:
 
 
 @dataclass(frozen=True, repr=False)
-class DifferentHead(OneLineRepr):
+class DifferentHead(HeadOfLayer):
     """One head in two censuses, such as those of two checkpoints, or two heads of one census.
 
     Attributes:
@@ -109,9 +109,6 @@ class DifferentHead(OneLineRepr):
         statistics: name -> statistic with its label, unit and number format.
     """
 
-    layer: int
-    head: int
-    name: str
     divergence: float
     divergences: dict[str, float]
     before: dict[str, float]
@@ -371,7 +368,7 @@ class Census:
         ['layer 0 head 2: 100 % on the previous token (chance 16 %)']
         """
         check_language(lang)
-        return findings(self.layers, lang=lang, profiles=self.profiles(), among=self.all_kinds)
+        return findings(self.profiles(), lang=lang, among=self.all_kinds)
 
     def _row_of_head(self, layer: int, head: int, name: str) -> int:
         found = self.row_of_head.get((layer, name, head))

@@ -282,9 +282,7 @@ class Record:
         profiles = self.profiles(sample=sample)
         texts = self.texts
         text = texts[sample or 0] if texts and (sample is not None or len(texts) == 1) else Text()
-        return findings(
-            self.layers, tokens=text.tokens, special=text.special, lang=lang, profiles=profiles, among=self.all_kinds
-        )
+        return findings(profiles, tokens=text.tokens, special=text.special, lang=lang, among=self.all_kinds)
 
     def profiles(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any, TypeVar
 
@@ -43,6 +44,25 @@ class OneLineRepr:
     def cells(self) -> dict[str, str]:
         """Return the head as a row of a table in a notebook: heading -> text."""
         return {"head": str(self)}
+
+
+@dataclass(frozen=True, repr=False)
+class HeadOfLayer(OneLineRepr):
+    """A head, by its place in the model; base class of what is found about a head.
+
+    Attributes:
+        layer: number of the layer.
+        head: index of the head in the layer.
+        name: name of the layer.
+    """
+
+    layer: int
+    head: int
+    name: str
+
+    def cells(self) -> dict[str, str]:
+        """Return the place of the head as the first cells of a row of a table: heading -> text."""
+        return {name: str(getattr(self, name)) for name in HEAD_COLUMNS}
 
 
 Found = TypeVar("Found", bound=OneLineRepr)

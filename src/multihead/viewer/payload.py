@@ -190,12 +190,10 @@ def describe_sample(
         if one["id"] == SEPARATOR_STATISTIC.name and separator:
             one["label"] = separator
     found = findings(
-        record.layers,
-        sample=sample,
+        profiles,
         tokens=None if others else main.tokens,  # with two texts, "the first token" is not one token
         special=main.special,
         lang=lang,
-        profiles=profiles,
         among=record.all_kinds,
     )
     heads, ids = [len(one.kinds) for one in profiles], [one["id"] for one in columns]

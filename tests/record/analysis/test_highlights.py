@@ -58,6 +58,10 @@ def a_record(**given: Any) -> Any:
     return record_of(one, two, special=SPECIAL, **given)
 
 
+def findings_of(layers: Any, special: Any = None, **options: Any) -> Any:
+    return findings(layer_profiles(layers, special=special), special=special, **options)
+
+
 def test_each_kind_is_told_from_its_pattern() -> None:
     read = layer_profiles(a_record().layers, special=SPECIAL)
     assert [one.kinds for one in read] == [
@@ -142,7 +146,7 @@ def with_repeated(record: Any, layer: int, **shares: float) -> Any:
 
 def test_findings_name_at_most_six_heads_and_none_twice() -> None:
     record = with_repeated(with_repeated(a_record(), 0, repeated_induction=0.9), 1, repeated_duplicate=0.8)
-    found = findings(record.layers, tokens=TOKENS, special=SPECIAL)
+    found = findings_of(record.layers, tokens=TOKENS, special=SPECIAL)
     assert [one.topic for one in found] == [
         "repeated_induction",
         "previous",
@@ -155,7 +159,7 @@ def test_findings_name_at_most_six_heads_and_none_twice() -> None:
 
 
 def test_the_strongest_previous_head_is_named_with_its_share_and_chance() -> None:
-    first = findings(a_record().layers, tokens=TOKENS, special=SPECIAL)[0]
+    first = findings_of(a_record().layers, tokens=TOKENS, special=SPECIAL)[0]
     assert (first.topic, first.layer, first.head) == ("previous", 0, 0)
     assert first.chance == pytest.approx(1 / LENGTH)
     assert first.sentence == (
@@ -180,7 +184,7 @@ def test_a_layer_has_most_of_the_heads_only_where_it_has_more_than_half(
     layers = [torch.stack([first_head()] * count + [even_head()] * (5 - count)) for count in per_layer]
     record = record_of(*layers)
     for lang, count in (("en", english), ("zh", chinese)):
-        (found,) = (one for one in findings(record.layers, lang=lang) if one.topic == "first")
+        (found,) = (one for one in findings_of(record.layers, lang=lang) if one.topic == "first")
         assert found.count == count
 
 
@@ -192,7 +196,7 @@ def test_what_was_measured_on_repeated_random_tokens_is_a_kind_a_statistic_and_a
     row = profile.row(3)
     assert row["kind"] == "repeated_induction+local"
     assert row["repeated_induction_chance"] == 0.011
-    found = findings(record.layers, profiles=[profile])[0]
+    found = findings([profile])[0]
     assert str(found) == "layer 0 head 3: induction, 92 % on repeated random tokens (chance 1.1 %)"
 
 
@@ -203,12 +207,12 @@ def test_a_share_that_varies_from_text_to_text_is_no_finding() -> None:
 
 
 def test_the_first_token_is_called_by_its_name() -> None:
-    by_topic = {one.topic: one for one in findings(a_record().layers, tokens=TOKENS, special=SPECIAL)}
+    by_topic = {one.topic: one for one in findings_of(a_record().layers, tokens=TOKENS, special=SPECIAL)}
     assert by_topic["first"].sentence == (
         "rests on “[CLS]”: 100\u00a0% of its attention is on the first token, where chance is 1.7\u00a0%."
     )
     assert by_topic["first"].count == "1 of 8 heads does so"
-    nameless = {one.topic: one for one in findings(a_record().layers)}
+    nameless = {one.topic: one for one in findings_of(a_record().layers)}
     assert nameless["first"].sentence.startswith("rests on the first token: ")
 
 
@@ -219,21 +223,21 @@ def test_random_weights_give_no_finding(seed: int, sharpness: float, masked: boo
     torch.manual_seed(seed)
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() if masked else None
     layers = [random_weights(12, LENGTH, LENGTH, seen=seen, sharpness=sharpness) for _ in range(3)]
-    assert findings(record_of(*layers, seen=seen, special=SPECIAL).layers, tokens=TOKENS, special=SPECIAL) == []
+    assert findings_of(record_of(*layers, seen=seen, special=SPECIAL).layers, tokens=TOKENS, special=SPECIAL) == []
 
 
 def test_an_even_spread_of_a_few_tokens_exceeds_no_chance() -> None:
     for length in range(1, 9):
         seen = torch.ones(length, length, dtype=torch.bool).tril()
         dense = (seen / seen.sum(-1, keepdim=True)).float()
-        assert findings(record_of(dense[None], seen=seen).layers) == []
+        assert findings_of(record_of(dense[None], seen=seen).layers) == []
 
 
 def test_a_head_that_reaches_farther_than_an_even_spread_is_a_finding() -> None:
     dense = torch.zeros(1, LENGTH, LENGTH)
     for query in range(LENGTH):
         dense[0, query, [1, 2] if query > LENGTH // 2 else [LENGTH - 2, LENGTH - 3]] = 0.5
-    (found,) = findings(record_of(dense).layers)
+    (found,) = findings_of(record_of(dense).layers)
     assert found.topic == "distance"
     assert found.chance == pytest.approx((LENGTH**2 - 1) / 3 / LENGTH)
     assert str(found) == "layer 0 head 0: reaches farthest, 43 tokens from the query on average (chance 20)"
@@ -255,11 +259,11 @@ def test_several_texts_are_read_together_and_their_error_is_that_over_texts() ->
 def test_cross_attention_gives_no_finding_about_neighbours() -> None:
     dense = torch.zeros(3, 20, 30)
     dense[0, :, 0] = dense[1, torch.arange(20), torch.arange(20)] = dense[2, :, 20] = 1
-    assert {one.topic for one in findings(record_of(dense).layers)} == {"first"}
+    assert {one.topic for one in findings_of(record_of(dense).layers)} == {"first"}
 
 
 def test_the_findings_speak_chinese() -> None:
-    found = findings(a_record().layers, tokens=TOKENS, special=SPECIAL, lang="zh")
+    found = findings_of(a_record().layers, tokens=TOKENS, special=SPECIAL, lang="zh")
     assert found[0].sentence == "回看一个词元：前一个词元的权重占比为 100\u00a0%，随机水平为 1.7\u00a0%。"
     assert str(found[0]) == "第 0 层第 0 头：100 % 落在前一个词元上（随机水平 1.7 %）"
 
@@ -267,7 +271,7 @@ def test_the_findings_speak_chinese() -> None:
 def test_an_unknown_language_is_refused() -> None:
     sentence = 'lang is "fr", and must be "en" or "zh". Give "en" or "zh".'
     with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
-        findings(a_record().layers, lang="fr")
+        findings_of(a_record().layers, lang="fr")
 
 
 @pytest.mark.parametrize("kind", ["duplicate", "induction"])
@@ -280,7 +284,7 @@ def test_what_a_head_does_with_tokens_that_were_there_before_is_named_and_said(k
     record.layers[1].samples[0].statistics[f"{kind}_mass"][3] = 0.9
     read = layer_profiles(record.layers)
     assert kind in read[1].kinds[3]
-    found = next(each for each in findings(record.layers, profiles=read, lang=lang) if each.topic == kind)
+    found = next(each for each in findings(read, lang=lang) if each.topic == kind)
     assert (found.layer, found.head, found.value) == (1, 3, pytest.approx(0.9))
     assert "90" in found.sentence
     assert "{" not in found.sentence + found.brief
@@ -291,8 +295,7 @@ def test_a_token_in_a_sentence_cannot_act_on_a_terminal_or_turn_the_text() -> No
     weights = torch.full((3, 4, 6), 1 / 6)  # keys of another text: nothing is said of previous tokens and distances
     weights[:2] = 0.02
     weights[0, :, 0] = weights[1, :, 5] = 0.9
-    found = {
-        one.topic: one for one in findings(record_of(weights, special=special).layers, tokens=tokens, special=special)
-    }
+    layers = record_of(weights, special=special).layers
+    found = {one.topic: one for one in findings_of(layers, tokens=tokens, special=special)}
     assert found["first"].sentence.startswith("rests on “\\x1b[31m\\u202e”: ")
     assert str(found["separator"]) == "layer 0 head 1: 90 % on “\\x9b” (chance 17 %)"

@@ -104,9 +104,7 @@ def chance_of_probes(
         the mask is unknown.
     """
     known = {} if known is None else known
-    marks = (
-        None if special is None or len(special) != sample.num_keys else torch.tensor(list(special), dtype=torch.bool)
-    )
+    marks = None if special is None else torch.tensor(list(special), dtype=torch.bool)
     wanted = [each for each in probes if isinstance(each, Probe) and each.chance and each.axes == "queries"]
     try:
         places = _visibility_key_of_sample(sample)

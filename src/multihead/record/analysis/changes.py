@@ -19,7 +19,7 @@ from multihead.probes.probe import SHARE_FORMAT, Statistic
 from multihead.record.analysis.highlights import LayerProfile, layer_profiles
 from multihead.record.analysis.similar import divergence, evenly_spaced_queries, have_same_texts
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import HeadList, OneLineRepr
+from multihead.record.notebook import HeadList, HeadOfLayer
 from multihead.record.sample import SampleRecord
 
 Progress = Callable[[int, int], None]
@@ -34,7 +34,7 @@ class StatisticChange(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class ChangedHead(OneLineRepr):
+class ChangedHead(HeadOfLayer):
     """One head in two runs.
 
     Attributes:
@@ -52,9 +52,6 @@ class ChangedHead(OneLineRepr):
         statistics: name -> statistic, for the statistics that are not built in.
     """
 
-    layer: int
-    head: int
-    name: str
     divergence: float
     queries: int
     before: dict[str, float] = field(hash=False)
@@ -100,10 +97,7 @@ class ChangedHead(OneLineRepr):
     def cells(self) -> dict[str, str]:
         """Return the head as a row of a table: heading -> text."""
         change = self.change()
-        return {
-            "layer": str(self.layer),
-            "head": str(self.head),
-            "name": self.name,
+        return super().cells() | {
             "divergence (nats)": f"{self.divergence:.3f}",
             "change": "" if change is None else f"{change.label} {change.before} → {change.after}",
             "kinds before": ", ".join(self.kinds_before),
@@ -151,7 +145,11 @@ def changes(
         number: evenly_spaced_queries(one.num_queries, queries or one.num_queries) for number, (one, _) in pairs.items()
     }
     counts = {number: len(range(*rows[number].indices(one.num_queries))) for number, (one, _) in pairs.items()}
-    first, second = (_profiles_of_run(run, sample, pairs, statistics, among) for run in (before, after))
+    layers = ([layer for layer in run if layer.number in pairs] for run in (before, after))
+    first, second = (
+        {one.number: one for one in layer_profiles(each, sample=sample, statistics=statistics, among=among)}
+        for each in layers
+    )
     done, total = 0, sum(counts.values())
 
     def add_compared_queries(more: int) -> None:
@@ -184,18 +182,6 @@ def changes(
 
 def _means_of_head(profile: LayerProfile, head: int) -> dict[str, float]:
     return {name: float(values[head]) for name, values in profile.means.items()}
-
-
-def _profiles_of_run(
-    run: Sequence[LayerRecord],
-    sample: int,
-    numbers: Mapping[int, object],
-    statistics: Mapping[str, Statistic] | None,
-    among: Sequence[Kind],
-) -> dict[int, LayerProfile]:
-    layers = [layer for layer in run if layer.number in numbers]
-    read = layer_profiles(layers, sample=sample, statistics=statistics, among=among)
-    return {each.number: each for each in read}
 
 
 def _layers_of_both_runs(

@@ -14,7 +14,7 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
 from multihead.record.analysis.highlights import evidence_of_kind, layer_profiles
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import HeadList, OneLineRepr
+from multihead.record.notebook import HeadList, HeadOfLayer
 from multihead.record.summaries import SummaryName
 
 RENAMED_KINDS = {
@@ -28,7 +28,7 @@ RENAMED_KINDS = {
 
 
 @dataclass(frozen=True, repr=False)
-class FoundHead(OneLineRepr):
+class FoundHead(HeadOfLayer):
     """A head that `find` returns.
 
     Attributes:
@@ -39,9 +39,6 @@ class FoundHead(OneLineRepr):
         statistics: name -> how its value is shown, for kinds and statistics that are not built in.
     """
 
-    layer: int
-    head: int
-    name: str
     values: dict[str, float] = field(hash=False)
     statistics: Mapping[str, Statistic] = field(default_factory=dict, compare=False)
 
@@ -56,7 +53,7 @@ class FoundHead(OneLineRepr):
         """Return the head as a row of a table: heading -> text."""
         shown = (statistic(name, self.statistics) for name in self.values)
         numbers = {each.heading: each.number(self.values[each.name]) for each in shown}
-        return {"layer": str(self.layer), "head": str(self.head), "name": self.name} | numbers
+        return super().cells() | numbers
 
 
 ValueRange = tuple[float | None, float | None]

@@ -31,7 +31,7 @@ from multihead.record.analysis.chance import (
 )
 from multihead.record.analysis.visibility import Visibility, near_mass, visibility_of
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import CHANCE_SUFFIX, HeadList, OneLineRepr
+from multihead.record.notebook import CHANCE_SUFFIX, HeadList, HeadOfLayer, OneLineRepr
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import MeasuredStatistic
 
@@ -93,7 +93,7 @@ class LayerProfile(LayerKinds):
 
 
 @dataclass(frozen=True, repr=False)
-class HeadKind(OneLineRepr):
+class HeadKind(HeadOfLayer):
     """A kind of a head, and the numbers that decide it.
 
     Attributes:
@@ -107,9 +107,6 @@ class HeadKind(OneLineRepr):
         n: number of queries that count, or of texts of repeated random tokens.
     """
 
-    layer: int
-    head: int
-    name: str
     kind: str
     share: float
     chance: float
@@ -124,9 +121,8 @@ class HeadKind(OneLineRepr):
 
     def cells(self) -> dict[str, str]:
         """Return the head as a row of a table: heading -> text."""
-        place = {"layer": str(self.layer), "head": str(self.head), "name": self.name}
         share, chance = self.share_and_chance_texts
-        return place | {"kind": self.kind, "share": share, "chance": chance, "n": f"{self.n:,}"}
+        return super().cells() | {"kind": self.kind, "share": share, "chance": chance, "n": f"{self.n:,}"}
 
 
 def heads_of_kinds(
@@ -204,9 +200,9 @@ def evidence_of_kind(kind: Kind, evidence: Mapping[str, ChanceComparison]) -> Ch
 
 def heads_with_kind(kind: Kind, found: ChanceComparison) -> Tensor:
     """Return which heads have a kind: (heads,) bool."""
-    named = found.chance > 0 if kind.of_largest is not None else torch.ones_like(found.mean, dtype=torch.bool)
+    named = torch.ones_like(found.mean, dtype=torch.bool)
     if kind.of_largest is not None:
-        named = named & (found.mean >= kind.of_largest)
+        named = (found.chance > 0) & (found.mean >= kind.of_largest)
     if kind.at_least is not None:
         named = named & (found.mean >= kind.at_least)
     if kind.above_chance is not None:
@@ -275,22 +271,17 @@ def layer_profiles(
         among: the kinds to choose from.
         progress: called with (queries done, all queries) of a text while its chance levels are computed.
     """
-    profiles = []
-    known: ChanceCache = {}
-    shown = statistics or {}
-    for layer in layers:
-        texts = range(layer.num_samples) if sample is None else [sample]
-        levels = partial(_statistics_and_chance, special=special, shown=shown, known=known, progress=progress)
-        profiles.append(_profile_of_layer(layer, [layer.sample(each) for each in texts], levels, among))
-    return profiles
+    measure = partial(_statistics_and_chance, special=special, shown=statistics or {}, known={}, progress=progress)
+    return [_profile_of_layer(layer, sample, measure, among) for layer in layers]
 
 
 def _profile_of_layer(
-    layer: LayerRecord, samples: Sequence[SampleRecord], measured_of: Callable[..., Any], among: Sequence[Kind]
+    layer: LayerRecord, sample: int | None, measure: Callable[..., Any], among: Sequence[Kind]
 ) -> LayerProfile:
+    samples = [layer.sample(each) for each in (range(layer.num_samples) if sample is None else [sample])]
     cross_attention = any(one.cross_attention or one.query_start + one.num_queries != one.num_keys for one in samples)
     seen = [visibility_of(one) for one in samples]
-    measured = [measured_of(*each, cross_attention=cross_attention) for each in zip(samples, seen, strict=True)]
+    measured = [measure(*each, cross_attention=cross_attention) for each in zip(samples, seen, strict=True)]
     means = summaries.summarise_samples([values for values, _ in measured], "mean")
     found = {
         name: compare_with_chance(
@@ -349,13 +340,11 @@ def _statistics_and_chance(
 
 
 def findings(
-    layers: Sequence[LayerRecord],
+    profiles: Sequence[LayerKinds],
     *,
-    sample: int | None = 0,
     tokens: Sequence[str] | None = None,
     special: Sequence[bool] | None = None,
     lang: str = "en",
-    profiles: Sequence[LayerKinds] | None = None,
     among: Sequence[Kind] = KINDS,
 ) -> HeadList[Finding]:
     """Find the most notable heads, at most six, and describe what each does; no head twice.
@@ -364,18 +353,13 @@ def findings(
     distance far above the chance level, see `MIN_EXCESS_DISTANCE`. A model with random weights has no notable heads.
 
     Args:
-        layers: the layers of a record.
-        sample: index of the text; None combines all texts.
+        profiles: the layers of a record or of a census.
         tokens: tokens of the text, so that a sentence can name the first token.
         special: one flag per token, as in `layer_profiles`.
         lang: "en" or "zh".
-        profiles: result of `layer_profiles`; None computes it.
         among: the kinds to choose from.
     """
     words = section(lang, "common", "findings")
-    read: Sequence[LayerKinds] = (
-        profiles if profiles is not None else layer_profiles(layers, sample=sample, special=special, among=among)
-    )
 
     def quote(token: str) -> str:
         return words["quoted"].format(token=escape_controls(token))
@@ -392,11 +376,11 @@ def findings(
     found = HeadList[Finding]()
     taken: set[tuple[int, int]] = set()
     for topic in topics:
-        heads = [each for each in _heads_of_topic(topic, read, near) if each[:2] not in taken]
+        heads = [each for each in _heads_of_topic(topic, profiles, near) if each[:2] not in taken]
         if not heads:
             continue
         place, head, value, level = max(heads, key=lambda each: (each[2], -each[0], -each[1]))
-        profile = read[place]
+        profile = profiles[place]
         if topic is None:
             values = {"value": _format_rounded(value), "chance": _format_rounded(level)}
             brief, sentence = (words[each].format(**values) for each in ("distance.brief", "distance.sentence"))
@@ -408,9 +392,8 @@ def findings(
         opening = words["place"].format(layer=profile.number, head=head)
         brief = (opening + words["join.sentences"] + brief).replace("\u00a0", " ")
         name = DISTANCE_TOPIC if topic is None else topic.name
-        found.append(
-            Finding(name, profile.number, head, value, level, sentence, _describe_count(topic, read, words), brief)
-        )
+        count = _describe_count(topic, profiles, words)
+        found.append(Finding(name, profile.number, head, value, level, sentence, count, brief))
         taken.add((place, head))
         if len(found) == MAX_FINDINGS:
             break

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
 from multihead.probes.similarity import entropy_of
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import HeadList, OneLineRepr
+from multihead.record.notebook import HeadList, HeadOfLayer
 from multihead.record.sample import SampleRecord
 
 DEFAULT_COMPARED_WEIGHTS = 1 << 25
@@ -27,7 +28,7 @@ MAX_WEIGHTS_PER_TILE = 1 << 21  # largest number of attention weights of one lay
 
 
 @dataclass(frozen=True, repr=False)
-class NearHead(OneLineRepr):
+class NearHead(HeadOfLayer):
     """A head, and the divergence between its weights and the weights of a given head.
 
     Attributes:
@@ -39,9 +40,6 @@ class NearHead(OneLineRepr):
         queries: number of queries that were compared.
     """
 
-    layer: int
-    head: int
-    name: str
     divergence: float
     queries: int
 
@@ -51,8 +49,7 @@ class NearHead(OneLineRepr):
 
     def cells(self) -> dict[str, str]:
         """Return the head as a row of a table: heading -> text."""
-        place = {"layer": str(self.layer), "head": str(self.head), "name": self.name}
-        return place | {"divergence (nats)": f"{self.divergence:.3f}"}
+        return super().cells() | {"divergence (nats)": f"{self.divergence:.3f}"}
 
 
 def nearest(
@@ -100,12 +97,8 @@ def describe_layer_numbers(numbers: Sequence[int]) -> str:
 
 def have_same_texts(one: SampleRecord, other: SampleRecord) -> bool:
     """Whether two samples have equal numbers and positions of queries and keys, and both or neither cross-attention."""
-    return (one.num_queries, one.num_keys, one.query_start, one.cross_attention) == (
-        other.num_queries,
-        other.num_keys,
-        other.query_start,
-        other.cross_attention,
-    )
+    compared = attrgetter("num_queries", "num_keys", "query_start", "cross_attention")
+    return bool(compared(one) == compared(other))
 
 
 def affordable_queries(cells_per_query: int) -> int:

@@ -56,7 +56,10 @@ def visibility_of(sample: SampleRecord) -> Visibility:
     try:
         count, start, stop = _count_seen_keys(sample)
     except MaskError:  # the mask's class is not defined in this process
-        return _visibility_without_mask(sample)
+        blind, unknown = _count_blind_queries(sample.sees), torch.full((sample.num_heads,), torch.nan).double()
+        return Visibility(
+            "other", 0, 0, hides_keys=True, blind_queries=blind, mean_keys=unknown, largest_entropy=unknown
+        )
     pattern, before, after = _name_of_pattern(count, start, stop, sample.query_start, sample.num_keys)
     count = count.expand(sample.num_heads, -1).double()
     sees = count > 0
@@ -67,10 +70,15 @@ def visibility_of(sample: SampleRecord) -> Visibility:
         before=before,
         after=after,
         hides_keys=bool((count < sample.num_keys).any()),
-        blind_queries=int((~sees).sum(-1).max()) if sees.numel() else 0,
+        blind_queries=_count_blind_queries(sees),
         mean_keys=count.sum(-1) / seeing.clamp(min=1),
         largest_entropy=per_query.sum(-1) / seeing.clamp(min=1),
     )
+
+
+def _count_blind_queries(sees: Tensor) -> int:
+    """Return the number of queries without visible keys in the head with most, given (heads, queries) bool."""
+    return int((~sees).sum(-1).max()) if sees.numel() else 0
 
 
 def _count_seen_keys(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,21 +95,6 @@ def _count_seen_keys(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
         starts.append(seen.int().argmax(-1))
         stops.append(sample.num_keys - seen.flip(-1).int().argmax(-1))
     return torch.cat(counts, -1), torch.cat(starts, -1), torch.cat(stops, -1)
-
-
-def _visibility_without_mask(sample: SampleRecord) -> Visibility:
-    """Return the visibility if the mask is unknown: only the number of blind queries is known."""
-    sees = sample.sees
-    nan = torch.full((sample.num_heads,), torch.nan, dtype=torch.float64)
-    return Visibility(
-        pattern="other",
-        before=0,
-        after=0,
-        hides_keys=True,
-        blind_queries=int((~sees).sum(-1).max()) if sees.numel() else 0,
-        mean_keys=nan,
-        largest_entropy=nan.clone(),
-    )
 
 
 def near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
