@@ -220,13 +220,12 @@ class Recorder:
     def _record_of_layer(self, name: str, request: AttentionRequest) -> LayerRecord:
         """Return the record of a layer; at the layer's first call, create it."""
         if name not in self._layers:
-            summary = self.new_running_summary(name, request.shape.num_heads) if self.keep == "summary" else None
+            heads, number = request.shape.num_heads, self._namer.numbers[name]
+            summary = self.new_running_summary(name, heads) if self.keep == "summary" else None
             # Only the processes of an initialised group can split a layer.
             grouped = dist.is_available() and dist.is_initialized()
             split = _rank_part_of_layer(request, sequence_split.active_split) if grouped else None
-            self._layers[name] = LayerRecord(
-                name, running_summary=summary, number=self._namer.numbers[name], split=split
-            )
+            self._layers[name] = LayerRecord(name, running_summary=summary, number=number, split=split)
         return self._layers[name]
 
     def _continues_call(
@@ -349,11 +348,9 @@ class Recorder:
             keys = sequence.gather_tokens(request.k, 2)
             values = sequence.gather_tokens(request.v, 2) if any("values" in probe.needs for probe in probes) else keys
             whole = replace(whole, k=keys, v=values)
-        samples = []
+        samples, chunks = [], sequence.chunks_of_rank(length)
         for index, span in enumerate(sample_spans.spans):
-            queries, own_keys = (
-                _find_tokens_on_rank(sequence.chunks_of_rank(length), each) for each in (span.queries, span.keys)
-            )
+            queries, own_keys = (_find_tokens_on_rank(chunks, each) for each in (span.queries, span.keys))
             sample = self._sample_factory(layer.name)()
             if sequence.rank_and_world_size[1] > 1:
                 sample.split = TokensOfRank(*(tuple(place for place, _ in tokens) for tokens in (queries, own_keys)))
@@ -474,9 +471,6 @@ class Recorder:
         """Return the token ids of a call, from inputs that fit its shape and belong to the model around its layer."""
         shape, continued, packed = request.shape, request.position_in_sequence, request.packed_lengths
         name = self.measurer.module_name(request)
-        image = None if cross_attention or packed is not None else self._image_of_layer(name)
-        if image is not None and not image.length == shape.query_length == shape.key_length:
-            image = None  # a layer that attends within windows, or an image of another size
         queries = keys = None
         lengths = None if continued is None else continued.lengths
         if lengths is None or not bool((lengths < shape.query_length).any()):  # else it is unknown which are padding
@@ -488,7 +482,9 @@ class Recorder:
             queries = None
         if keys is not None and keys.shape != (shape.batch, shape.key_length):
             keys = None
-        image = image if queries is None else None
+        image = None if queries is not None or cross_attention or packed is not None else self._image_of_layer(name)
+        if image is not None and not image.length == shape.query_length == shape.key_length:
+            image = None  # a layer that attends within windows, or an image of another size
         start = sample_spans.request.query_start
         return CallTokenIds(queries, keys, cross_attention, sample_spans.packed, start, image)
 

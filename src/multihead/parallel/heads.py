@@ -78,9 +78,8 @@ def _plan_of_projections(name: str, layer: MultiHeadAttention, ranks: int) -> di
     check_heads_divide(name or type(layer).__name__, layer.num_heads, layer.num_kv_heads, ranks)
     if ranks > 1:
         check_splittable(layer, ranks)
-    plan: dict[str, Any] = {"q_proj": ColwiseParallel()}
-    if layer.num_kv_heads % ranks == 0:
-        plan |= {"k_proj": ColwiseParallel(), "v_proj": ColwiseParallel()}
+    columns = _SEPARATE_QKV if layer.num_kv_heads % ranks == 0 else _SEPARATE_QKV[:1]
+    plan: dict[str, Any] = {each: ColwiseParallel() for each in columns}
     return plan if layer.out_proj is None else plan | {"out_proj": RowwiseParallel()}
 
 

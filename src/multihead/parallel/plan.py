@@ -155,15 +155,13 @@ def _steps_of_rank(
     mask: Mask, bounds: KeyBounds, length: int, layout: Layout, rank: int, distance: int
 ) -> list[RingStep]:
     """Plan the steps with the keys of rank - distance: two for distances > 0, so that sending overlaps computing."""
-    own = layout.chunks(rank, length)
-    if distance == 0:
-        needed = _visible_key_ranges(bounds, own, own)
-        return [RingStep(0, _rectangles_of_chunks(mask, bounds, own, needed), _to_indices_on_rank(needed, own), ())]
-    theirs = layout.chunks((rank - distance) % layout.ranks, length)
-    following = layout.chunks((rank + distance) % layout.ranks, length)
-    most = length // layout.ranks // 4
-    received = _split_ranges_in_halves(_visible_key_ranges(bounds, own, theirs), most)
-    sent = _split_ranges_in_halves(_visible_key_ranges(bounds, following, own), most)
+    ranks = ((rank + offset) % layout.ranks for offset in (0, -distance, distance))
+    own, theirs, following = (layout.chunks(each, length) for each in ranks)
+    received, sent = _visible_key_ranges(bounds, own, theirs), _visible_key_ranges(bounds, following, own)
+    halves: list[tuple[list[TokenRange], list[TokenRange]]] = [(received, [])]  # own keys are neither split nor sent
+    if distance:
+        most = length // layout.ranks // 4
+        halves = list(zip(_split_ranges_in_halves(received, most), _split_ranges_in_halves(sent, most), strict=True))
     return [
         RingStep(
             distance,
@@ -171,7 +169,7 @@ def _steps_of_rank(
             _to_indices_on_rank(arriving, theirs),
             _to_indices_on_rank(leaving, own),
         )
-        for arriving, leaving in zip(received, sent, strict=True)
+        for arriving, leaving in halves
     ]
 
 

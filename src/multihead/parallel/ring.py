@@ -76,13 +76,9 @@ class Ring:
     def steps_with_keys(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, tuple[Tensor, ...]]]:
         """Yield each step with its keys and values, while those of the next step are received."""
         transfer: Transfer | None = None
-        for step, following in zip(self.plan.steps, (*self.plan.steps[1:], None), strict=True):
-            next_transfer = None
-            if following is not None:
-                sent, received = following.sent_ranges, following.received_ranges
-                next_transfer = Transfer(
-                    self.ranks, slice_token_major((k, v), sent), (k, v), received, following.distance
-                )
+        for step, following in pairwise((*self.plan.steps, RingStep(0, (), (), ()))):  # the last transfer is empty
+            sent, received = following.sent_ranges, following.received_ranges
+            next_transfer = Transfer(self.ranks, slice_token_major((k, v), sent), (k, v), received, following.distance)
             yield step, transfer.wait() if transfer else tuple(slice_ranges(x, step.received_ranges) for x in (k, v))
             transfer = next_transfer
 
@@ -203,16 +199,16 @@ class _RingBackward:
         _q, k, v = self.tensors
         if bias_wanted and self.request.bias is not None:
             self.bias_gradient = with_values(self.request.bias, torch.zeros_like(values_of(self.request.bias)))
-        returning: Transfer | None = None
+        returning = Transfer(self.ring.ranks, (), (k, v), (), 0)  # an empty transfer, as no gradients are computed yet
         for step, keys_and_values in self.ring.steps_with_keys(k, v):
             gradients = self.compute_step(step, *keys_and_values)
             del keys_and_values
-            self.add_returned_gradients(returning)
+            self.add_local_gradients(returning.ranges, returning.wait())
             ends = accumulate((stop - first for first, stop in step.received_ranges), initial=0)
             sent = slice_token_major(tuple(x.to(k.dtype) for x in gradients), tuple(pairwise(ends)))
             returning = Transfer(self.ring.ranks, sent, (k, v), step.sent_ranges, -step.distance)
             del gradients, sent
-        self.add_returned_gradients(returning)
+        self.add_local_gradients(returning.ranges, returning.wait())
         dq, dk, dv = (total.to(x.dtype) for total, x in zip(self.gradient_sums, self.tensors, strict=True))
         dbias = None if self.bias_gradient is None else values_of(self.bias_gradient)
         dsinks = None
@@ -293,11 +289,6 @@ class _RingBackward:
             for start, stop in ranges:
                 total[:, :, start:stop] += part[:, :, first : first + stop - start]
                 first += stop - start
-
-    def add_returned_gradients(self, transfer: Transfer | None) -> None:
-        """Wait for gradients of this rank's keys and values from another rank, and add them to `gradient_sums`."""
-        if transfer is not None:
-            self.add_local_gradients(transfer.ranges, transfer.wait())
 
 
 def merge_outputs(output: Tensor, logsumexp: Tensor, part: Tensor, part_logsumexp: Tensor) -> None:

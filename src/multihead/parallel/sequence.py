@@ -435,13 +435,12 @@ class _SplitOverRanks:
     def _pieces_of_chunks(self, mask: Mask, ring_plan: RingPlan) -> list[MapPiece]:
         """Return the rectangle of each chunk of this rank's queries with all keys that a query of the chunk sees."""
         bounds, pieces = ring_plan.bounds, []
-        first = 0
-        for rows in self.chunks_of_rank(ring_plan.length):
+        for index, rows in enumerate(self.chunks_of_rank(ring_plan.length)):
             seen = visible_rectangle(bounds, rows, (0, ring_plan.length))
             keys = (0, 1) if seen is None else seen[1]  # if no key is visible, use one hidden key
-            query_slice = slice(first, first + rows[1] - rows[0])
+            size = rows[1] - rows[0]  # equal for all chunks
+            query_slice = slice(index * size, (index + 1) * size)
             pieces.append(MapPiece(rows, keys, query_slice, slice(*keys), MapBlockMask(mask, bounds, rows, keys)))
-            first = query_slice.stop
         return pieces
 
     def _attend_by_heads(self, request: AttentionRequest, ring_plan: RingPlan, kernel: str | None) -> AttentionResult:
