@@ -12,7 +12,7 @@ from torch import nn
 from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.kernels.call import listen
-from multihead.kinds import KINDS, Kind, check_kinds, probes_of
+from multihead.kinds import Kind, probes_of
 from multihead.models import huggingface
 from multihead.models.alignment import alignment_heads
 from multihead.models.packed import run_models_padded
@@ -87,21 +87,18 @@ def observe(
     """
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
-    check_kinds((*KINDS, *kinds))
+    root = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
+    record = Record(title=type(root).__name__)
+    record.add_kinds(*kinds)
     asked = DEFAULT if probes is None else resolve_probes(probes)
     chosen = resolve_probes((*asked, *probes_of(kinds)))
     _check_options(model, keep, map_size, map_pool, chosen)
-    root = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
+    record.statistics = {probe.name: probe for probe in chosen if probe.name not in PROBES} | record.statistics
     names = module_names(root)
     layer_filter = None
     if layers is not None:
         layer_filter = LayerFilter.from_argument(layers)
         layer_filter.check_modules(list(names.values()))
-    record = Record(
-        title=type(root).__name__,
-        statistics={probe.name: probe for probe in chosen if probe.name not in PROBES},
-    )
-    record.add_kinds(*kinds)
     bypassed: list[str] = []
     measuring = StatisticsMeasurer(root, names, chosen, tuple(special_ids), map_size, map_pool)
     # Models run uncompiled, because calls inside a compiled graph cannot be recorded.

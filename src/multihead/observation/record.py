@@ -41,10 +41,6 @@ from multihead.record.summaries import SummaryName, check_summary_name
 from multihead.record.table import HeadTable, head_rows
 from multihead.record.texts import GrowingText, Text, describe_texts
 
-_HOW_TO_SELECT_LAYER = (
-    "Give record[name] or record[number], or record.layers[index] for the layers in the order they first ran."
-)
-
 __all__ = ["Record"]
 
 
@@ -100,7 +96,9 @@ class Record:
         """
         if isinstance(layer, bool) or not isinstance(layer, (str, int)):
             raise ArgumentError(
-                f"The layer is {layer!r}, and a record finds layers by name or number.", _HOW_TO_SELECT_LAYER
+                f"The layer is {layer!r}, and a record finds layers by name or number.",
+                "Give record[name] or record[number], or record.layers[index] for the layers in the order they first "
+                "ran.",
             )
         for each in self.layers:
             if layer == (each.name if isinstance(layer, str) else each.number):
@@ -625,9 +623,8 @@ class Record:
         # The functions of user-defined kinds may not be importable in another process.
         layers = [replace(layer, own_kinds=()) for layer in self.layers]
         shown = {name: each.without_function() for name, each in self.statistics.items()}
-        found = gather_objects(
-            self._record_parts._replace(layers=layers, statistics=shown), Ranks.of_mesh(group), to=to
-        )
+        sent = self._record_parts._replace(layers=layers, statistics=shown)
+        found = gather_objects(sent, Ranks.of_mesh(group), to=to)
         if found is None:
             return None
         record = Record(*merging.merge_records(found))

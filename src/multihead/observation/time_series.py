@@ -275,20 +275,18 @@ class TimeSeries:
             raise InputError(f"{target!r} is damaged: {error}.", "Give a file that TimeSeries.save wrote.") from None
 
 
-def _series_of_file(header: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> TimeSeries:
+def _series_of_file(header: Mapping[str, str], tensors: dict[str, NDArray[Any]]) -> TimeSeries:
     """Build a series from the contents of a file.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: the contents are inconsistent.
     """
     series = TimeSeries(
-        steps=[int(step) for step in tensors["steps"]],
+        steps=[int(step) for step in tensors.pop("steps")],
         layers={int(number): str(name) for number, name in json.loads(header["layers"]).items()},
         statistics={name: Statistic(name, **shown) for name, shown in json.loads(header["statistics"]).items()},
     )
     for key, values in tensors.items():
-        if key == "steps":
-            continue
         name, _, number = key.rpartition("/")
         if name not in series.statistics or int(number) not in series.layers or len(values) != len(series.steps):
             raise ValueError(f"{key} does not fit the steps, layers and statistics")

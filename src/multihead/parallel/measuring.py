@@ -70,17 +70,13 @@ class MergedStatistics:
         log_old, log_new = ((each - total).masked_fill(empty, -torch.inf) for each in (before, added))
         old, new = log_old.exp(), log_new.exp()
         found = {part: value.double() for part, value in parts.items()}
-        if _MEAN_DISTANCE in self.sums:
-            known, more = self.sums[_MEAN_DISTANCE][:, :, at], found[_MEAN_DISTANCE]
-            mean = old * known + new * more
-            if _DISTANCE_SPREAD in self.sums:
-                spread = self.sums[_DISTANCE_SPREAD][:, :, at]
-                variance = old * (spread.square() + (known - mean).square())
-                variance += new * (found[_DISTANCE_SPREAD].square() + (more - mean).square())
-                spread.copy_(variance.sqrt())
-            known.copy_(mean)
+        if _DISTANCE_SPREAD in self.sums:
+            known, more, spread = self.sums[_MEAN_DISTANCE][:, :, at], found[_MEAN_DISTANCE], found[_DISTANCE_SPREAD]
+            mean, own = old * known + new * more, self.sums[_DISTANCE_SPREAD][:, :, at]
+            variance = old * (own.square() + (known - mean).square()) + new * (spread.square() + (more - mean).square())
+            own.copy_(variance.sqrt())
         for part, own in self.sums.items():
-            if part in (_MEAN_DISTANCE, _DISTANCE_SPREAD):
+            if part == _DISTANCE_SPREAD:
                 continue
             mixed = old * own[:, :, at] + new * found[part]
             if part == "entropy":  # the entropy of the two shares is added

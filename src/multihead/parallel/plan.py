@@ -279,8 +279,8 @@ def count_keys_sent(bounds: KeyBounds, layout: Layout) -> int:
     low = bounds.start.masked_fill(empty, length).view(-1, parts, size).amin((0, 2))
     high = bounds.stop.masked_fill(empty, 0).view(-1, parts, size).amax((0, 2))
     first = torch.arange(parts) * size
-    needed = torch.minimum(high[:, None], first + size) - torch.maximum(low[:, None], first)  # (row chunk, key chunk)
-    needed = needed.clamp(min=0)
+    # (row chunk, key chunk)
+    needed = (torch.minimum(high[:, None], first + size) - torch.maximum(low[:, None], first)).clamp(min=0)
     total = 0
     for rank in range(layout.ranks):
         own = [chunk[0] // size for chunk in layout.chunks(rank, length)]
