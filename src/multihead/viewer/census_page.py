@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -116,8 +116,8 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
     counted = {name for _, name, _ in first.row_of_head}
     profiles = [run.profiles() for run in runs]
     columns = [describe_column(shown, lang) for name, shown in first.plan.statistics.items() if name in counted]
-    axes = {each["id"]: _axis_limits_per_head(runs, each["id"], each["format"]) for each in columns}
-    own = _first_statistic_of_each_head(first, profiles[0], columns)
+    axes = {each["id"]: list(_axis_limits_per_head(runs, each["id"], each["format"])) for each in columns}
+    own = list(_first_statistic_of_each_head(first, profiles[0], columns))
     kinds = dict.fromkeys(kind for run in runs for kind in run.all_kinds)
     heads, changed = _heads_of_census(first), [each for after in runs[1:] for each in first.changed(after)]
     return {
@@ -135,7 +135,7 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
             for name, found in axes.items()
         },
         "own": own,
-        "findings": _describe_findings(first, changed, dict(zip(heads, own, strict=True)), lang),
+        "findings": list(_describe_findings(first, changed, dict(zip(heads, own, strict=True)), lang)),
         "runs": [_data_of_run(run, runs, one, axes) for run, one in zip(runs, profiles, strict=True)],
     }
 
@@ -159,7 +159,7 @@ def _data_of_run(
         "label": _label_of_run(run, runs),
         "command": _viewer_command_parts(run),
         "numbers": {name: _summaries_of_heads(run, heads, name) for name in axes},
-        "bars": {name: _histogram_bars_per_head(run, heads, name, of_heads) for name, of_heads in axes.items()},
+        "bars": {name: list(_histogram_bars_per_head(run, heads, name, ends)) for name, ends in axes.items()},
         "chance": statistics_per_head(
             chance, [len(one.kinds) for one in profiles], dict.fromkeys(chain(*chance)), SIGNIFICANT_DIGITS
         ),
@@ -170,12 +170,11 @@ def _data_of_run(
 
 def _first_statistic_of_each_head(
     run: Census, profiles: Sequence[LayerKinds], columns: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    """Return the statistic that the page of each head shows first: that of its kind, or that farthest above chance."""
+) -> Iterator[str]:
+    """Yield the statistic that the page of each head shows first: that of its kind, or that farthest above chance."""
     counted = [each["id"] for each in columns]
     shares = [each["id"] for each in columns if each["format"] == SHARE_FORMAT]
     statistic_of = {kind.name: kind.statistic for kind in run.all_kinds if kind.statistic in counted}
-    found = []
     for one in profiles:
         for head, names in enumerate(one.kinds):
             above = {
@@ -184,14 +183,13 @@ def _first_statistic_of_each_head(
                 if name in one.evidence
             }
             of_kind = next((statistic_of[name] for name in names if name in statistic_of), None)
-            found.append(of_kind or max(above, key=above.__getitem__, default=counted[0]))
-    return found
+            yield of_kind or max(above, key=above.__getitem__, default=counted[0])
 
 
 def _describe_findings(
     run: Census, changed: Sequence[DifferentHead], first_statistics: Mapping[tuple[int, int], str], lang: str
-) -> list[dict[str, Any]]:
-    """Return the findings on the first screen: the most notable heads, or those that differ most between censuses.
+) -> Iterator[dict[str, Any]]:
+    """Yield the findings on the first screen: the most notable heads, or those that differ most between censuses.
 
     Args:
         run: the census, or the first of two.
@@ -199,12 +197,9 @@ def _describe_findings(
         first_statistics: (layer, head) -> name of the statistic that the head's page shows first.
         lang: "en" or "zh".
     """
-    found: list[dict[str, Any]] = []
-    if not changed:
-        for one in run.findings(lang=lang):
-            place = {"layer": one.layer, "head": one.head, "statistic": first_statistics[one.layer, one.head]}
-            found.append(place | {"sentence": one.sentence, "count": one.count})
-        return found
+    for one in [] if changed else run.findings(lang=lang):
+        place = {"layer": one.layer, "head": one.head, "statistic": first_statistics[one.layer, one.head]}
+        yield place | {"sentence": one.sentence, "count": one.count}
     for each in changed[:MAX_CHANGED_HEADS]:
         if each.divergence < MIN_SHOWN_DIVERGENCE:
             break
@@ -214,8 +209,7 @@ def _describe_findings(
         before, after = (shown.text(of[name]) for of in (each.before, each.after))
         count = text("census page.apart", lang, n=f"{each.divergence:.3f}")
         place = {"layer": each.layer, "head": each.head, "statistic": name}
-        found.append(place | {"sentence": f"{label} {before} → {after}", "count": count})
-    return found
+        yield place | {"sentence": f"{label} {before} → {after}", "count": count}
 
 
 def _heads_per_kind(run: Census) -> list[dict[str, Any]]:
@@ -261,17 +255,15 @@ def _viewer_command_parts(run: Census) -> list[str]:
     ]
 
 
-def _axis_limits_per_head(runs: list[Census], name: str, number_format: str) -> list[tuple[float, float]]:
-    """Return the (start, end) of the axis of each head's histogram, which both censuses of a page share."""
-    found = []
+def _axis_limits_per_head(runs: list[Census], name: str, number_format: str) -> Iterator[tuple[float, float]]:
+    """Yield the (start, end) of the axis of each head's histogram, which both censuses of a page share."""
     for layer, head in _heads_of_census(runs[0]):
         rows = [(run, run.row_of_head[layer, name, head]) for run in runs if (layer, name, head) in run.row_of_head]
         low = min([0.0, *(float(run.numbers["minimum"][row]) for run, row in rows)])
         high = max([low, *(float(run.numbers["maximum"][row]) for run, row in rows)])
         if number_format == SHARE_FORMAT and low >= 0 and high <= 1.001:
             high = 1.0
-        found.append((low, high if high > low else low + 1))
-    return found
+        yield low, high if high > low else low + 1
 
 
 def _summaries_of_heads(run: Census, heads: list[tuple[int, int]], name: str) -> dict[str, list[float | None]]:
@@ -290,18 +282,16 @@ def _summaries_of_heads(run: Census, heads: list[tuple[int, int]], name: str) ->
 
 def _histogram_bars_per_head(
     run: Census, heads: list[tuple[int, int]], name: str, axes: list[tuple[float, float]]
-) -> list[list[float | None] | None]:
-    """Return each head's histogram: the share of its queries in each of `BARS_PER_HISTOGRAM` equal bins of its axis."""
-    found: list[list[float | None] | None] = []
+) -> Iterator[list[float | None] | None]:
+    """Yield each head's histogram: the share of its queries in each of `BARS_PER_HISTOGRAM` equal bins of its axis."""
     for (layer, head), (low, high) in zip(heads, axes, strict=True):
         if (layer, name, head) not in run.row_of_head:
-            found.append(None)
+            yield None
             continue
         values, counts = run.histogram(layer, head, name)
         place = ((values - low) / (high - low) * BARS_PER_HISTOGRAM).astype(np.int64).clip(0, BARS_PER_HISTOGRAM - 1)
         bars = np.bincount(place, counts, minlength=BARS_PER_HISTOGRAM)
-        found.append(round_all_for_json(bars / max(1, counts.sum()), SIGNIFICANT_DIGITS))
-    return found
+        yield round_all_for_json(bars / max(1, counts.sum()), SIGNIFICANT_DIGITS)
 
 
 def _divergence_of_each_head(

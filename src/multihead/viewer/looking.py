@@ -42,6 +42,7 @@ from multihead.observation.textbook import add_repeated, measure_repeated, start
 from multihead.probes import DEFAULT
 from multihead.record.analysis.highlights import LayerProfile
 from multihead.record.texts import Text
+from multihead.tensors.undo import Undo
 
 if TYPE_CHECKING:
     import numpy as np
@@ -145,7 +146,9 @@ def look(
     loaded, encoded = load_model_and_encode_text(named, text, tokens=tokens, layers=layers, device=device, dtype=dtype)
     if tokens is not None and encoded is not None and encoded.end_of_last_token:
         text = text[: encoded.end_of_last_token]
-    with _in_evaluation_mode(loaded.model):
+    with Undo() as undo:
+        for module in loaded.model.modules():
+            undo.set_attribute(module, "training", value=False)
         inputs, record = record_model_run(
             loaded, encoded, decoder_text=decoder_text, layers=layers, textbook=textbook, kinds=kinds, lang=lang
         )
@@ -194,18 +197,6 @@ def _model_or_name(model: str | nn.Module | LoadedModel, tokenizer: Any) -> str 
         raise ArgumentError("The model has no tokenizer.", "Give tokenizer=, or the name of the model.")
     name = type(model).__name__
     return LoadedModel(name, name, model, tokenizer)
-
-
-@contextmanager
-def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode in this context; restore the mode of each of its modules afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def kind_of_notebook() -> str | None:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import metadata, resources
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from multihead.errors.optional import require
@@ -107,18 +108,11 @@ def bundle_script(path: str, replacements: tuple[tuple[str, str], ...] = ()) -> 
     return "\n".join(["'use strict';", "const modules = {};", *lines])
 
 
-def list_bundled_modules(path: str) -> list[str]:
+@cache
+def list_bundled_modules(path: str) -> tuple[str, ...]:
     """List a JavaScript module and all modules it imports, dependencies first."""
-    found: list[str] = []
-
-    def add_after_imports(path: str) -> None:
-        if path not in found:
-            for imported in _IMPORT_STATEMENT.finditer(read_package_file(path)):
-                add_after_imports(_resolve_import(path, imported["path"]))
-            found.append(path)
-
-    add_after_imports(path)
-    return found
+    imported = (_resolve_import(path, each["path"]) for each in _IMPORT_STATEMENT.finditer(read_package_file(path)))
+    return tuple(dict.fromkeys([*chain.from_iterable(map(list_bundled_modules, imported)), path]))
 
 
 def _resolve_import(path: str, relative: str) -> str:

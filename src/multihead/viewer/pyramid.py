@@ -42,7 +42,6 @@ class SampleMapLevels:
         self._levels_by_layer: dict[int, LayerMapLevels] = {}
         self._lock = threading.Lock()
         self._heads_being_built: dict[LayerAndHead, tuple[Iterator[float], float]] = {}
-        self._requested_heads: list[LayerAndHead] = []  # requested heads, the newest request last
         self.failure: Exception | None = None
         """The error that stopped the building of the levels, or None."""
         samples = [layer.sample(sample) for layer in record.layers]
@@ -51,6 +50,7 @@ class SampleMapLevels:
             for index, one in enumerate(samples)
             if number_of_levels(one.num_queries, one.num_keys) > FINEST_STORED_LEVEL
         ]
+        # In the order in which they are built; the values are not used.
         self._heads_left = {(layer, head): None for layer in deep for head in range(samples[layer].num_heads)}
         self.num_heads = len(self._heads_left)
         """Number of heads with coarse levels; short texts need none."""
@@ -93,14 +93,13 @@ class SampleMapLevels:
 
     def move_heads_to_front(self, *heads: LayerAndHead) -> None:
         """Move heads, each a layer's index and a head's index, to the front of the queue."""
-        left = [place for place in heads if place in self._heads_left]
         with self._lock:
-            earlier = [place for place in self._requested_heads[-256:] if place not in left]
-            self._requested_heads = [*earlier, *reversed(left)]
+            left = [place for place in heads if place in self._heads_left]
+            self._heads_left = dict.fromkeys([*left, *self._heads_left])
 
     def build_strip(self) -> bool:
         """Build one strip of one head; returns whether anything is left to build."""
-        place = self._next_head()
+        place = next(iter(self._heads_left), None)
         if place is None:
             return False
         layer, head = place
@@ -108,22 +107,14 @@ class SampleMapLevels:
         share = next(steps, None)
         if share is None:
             self._heads_being_built.pop(place, None)
-            self._heads_left.pop(place)
+            with self._lock:
+                self._heads_left.pop(place)
         else:
             self._heads_being_built[place] = steps, share
         return bool(self._heads_left)
 
     def _file_of_layer(self, layer: int) -> Path | None:
         return self._folder and self._folder / f"layer-{layer}.sample-{self._sample}.safetensors"
-
-    def _next_head(self) -> LayerAndHead | None:
-        with self._lock:
-            while self._requested_heads:
-                if self._requested_heads[-1] in self._heads_left:
-                    return self._requested_heads[-1]
-                self._requested_heads.pop()
-        # Heads whose building has started are finished before other heads.
-        return next(iter(self._heads_being_built), None) or next(iter(self._heads_left), None)
 
 
 class LevelBuilder:
@@ -134,28 +125,25 @@ class LevelBuilder:
     """
 
     def __init__(self, progress: Callable[[float, int], None] = lambda done, total: None) -> None:
-        self._levels_by_sample: dict[Hashable, SampleMapLevels] = {}
+        self._levels_by_sample: dict[Hashable, SampleMapLevels] = {}  # the sample opened last is the first
         self._progress = progress
-        self._newest_sample: Hashable = None
 
     def queue_sample(self, key: Hashable, make: Callable[[], SampleMapLevels]) -> SampleMapLevels:
         """Return a sample's levels and queue them for building; the sample opened last comes first."""
-        if key not in self._levels_by_sample:
-            self._levels_by_sample[key] = make()
-        self._newest_sample = key
-        return self._levels_by_sample[key]
+        levels = self._levels_by_sample[key] if key in self._levels_by_sample else make()
+        self._levels_by_sample = {key: levels} | self._levels_by_sample  # a new dict: the old one may be being read
+        return levels
 
     def build_strip(self) -> bool:
         """Build one strip of one sample; return whether any strip was left to build."""
-        for key in [self._newest_sample, *list(self._levels_by_sample)]:
-            pyramid = self._levels_by_sample.get(key)
-            if pyramid is None or pyramid.failure is not None or pyramid.is_finished:
+        pyramids = self._levels_by_sample.values()
+        for pyramid in pyramids:
+            if pyramid.failure is not None or pyramid.is_finished:
                 continue
             try:
                 pyramid.build_strip()
             except Exception as error:  # noqa: BLE001 - the page shows it; the other samples continue
                 pyramid.failure = error
-            pyramids = list(self._levels_by_sample.values())
             self._progress(sum(each.num_built_heads for each in pyramids), sum(each.num_heads for each in pyramids))
             return True
         return False

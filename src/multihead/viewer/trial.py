@@ -241,7 +241,7 @@ class Trial:
             ):
                 after = self._predict(run.batch)
             run.newest_change = (factors, seen)
-            distances = _distances_between_maps(run.record, seen, first, is_cancelled)
+            distances = list(_distances_between_maps(run.record, seen, first, is_cancelled))
         far = [(layer, head, value) for layer, values in distances for head, value in enumerate(values)]
         whole = first is not None and not run.replay.is_exact
         return self.task.compare_predictions(run, after, token) | {
@@ -642,22 +642,20 @@ def _cosine_similarities(vectors: Tensor) -> Tensor:
 
 def _distances_between_maps(
     before: Record, after: Record, first: int, is_cancelled: IsCancelled
-) -> list[tuple[int, list[float]]]:
-    """Return (layer, distance per head) between the maps before and after a change, for layers after `first`.
+) -> Iterator[tuple[int, list[float]]]:
+    """Yield (layer, distance per head) between the maps before and after a change, for layers after `first`.
 
     The distance is the mean over queries (over some queries of a long text) of half the sum over keys of |before -
     after|.
     """
     known = {layer.name: layer for layer in after.layers}
-    found = []
     for layer in before.layers:
         if layer.number <= first or layer.name not in known:
             continue
         raise_if_cancelled(is_cancelled)
         pairs = zip(layer.samples, known[layer.name].samples, strict=True)
         distances = torch.stack([_mean_distance_between_maps(*pair) for pair in pairs])
-        found.append((layer.number, distances.mean(0).tolist()))
-    return found
+        yield layer.number, distances.mean(0).tolist()
 
 
 def _mean_distance_between_maps(one: SampleRecord, other: SampleRecord) -> Tensor:

@@ -107,10 +107,7 @@ _SHARED_SERVERS: weakref.WeakValueDictionary[tuple[object, ...], InProcessServer
 def shared_server(runs: Sequence[RecordedRun], lang: str) -> InProcessServer:
     """Return the server of these records: an existing one if a widget shows the same records, else a new one."""
     key = (*(id(run.record) for run in runs), lang)  # the object keeps the records, so the ids are not reused
-    found = _SHARED_SERVERS.get(key)
-    if found is None:
-        found = _SHARED_SERVERS[key] = InProcessServer(runs, lang)
-    return found
+    return _SHARED_SERVERS.get(key) or _SHARED_SERVERS.setdefault(key, InProcessServer(runs, lang))
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

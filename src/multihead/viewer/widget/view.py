@@ -52,8 +52,8 @@ class Selection(NamedTuple):
 def _selection_to_json(selection: Selection | None, widget: object) -> dict[str, Any] | None:
     if selection is None:
         return None
-    found: dict[str, Any] = selection._asdict()
-    return {name: [each.start, each.stop] if isinstance(each, slice) else each for name, each in found.items()}
+    parts = selection._asdict().items()
+    return {name: [each.start, each.stop] if isinstance(each, slice) else each for name, each in parts}
 
 
 def _selection_from_json(found: dict[str, Any] | None, widget: object) -> Selection | None:
