@@ -66,7 +66,7 @@ def _make_chapter(
     if draw is not None:
         label = phrases.translate(f"{name}.label")
         chart = draw(label=label), label
-    return Chapter(name, phrases.translate(f"{name}.title"), short_answer, tuple(paragraphs), (table,), chart)
+    return Chapter(name, phrases.translate(f"{name}.title"), short_answer, tuple(paragraphs), table, chart)
 
 
 def _make_bar(name: str, share: float, deviation: float | None, phrases: Phrases) -> Bar:
@@ -311,11 +311,10 @@ def experiment_chapter(experiment: Experiment, answers: LabResults, phrases: Phr
         title=translate(f"{name}.title"),
         short_answer=_name_best_head_count(experiment, phrases),
         paragraphs=(translate(f"{name}.task", facts=facts), settings),
-        tables=(_table_of_results(experiment, phrases),),
+        table=_table_of_results(experiment, phrases),
         chart=(_chart_of_training(experiment, phrases), translate("course.caption")),
-        pictured_task=name,
         head_paragraphs=head_paragraphs,
-        head_tables=(head_table,),
+        head_table=head_table,
     )
 
 

@@ -41,26 +41,24 @@ class Chapter:
     """One question of the lab and its answer, as the page and the command show them.
 
     Attributes:
-        name: the anchor on the page.
+        name: the anchor on the page, and the name of the task in the chapter of a task.
         title: the question.
         short_answer: the answer in a sentence or two, with the measured numbers.
         paragraphs: paragraphs that explain the answer.
-        tables: the numbers from which the answer follows.
+        table: the numbers from which the answer follows.
         chart: an SVG chart and its caption, or None.
-        pictured_task: the task whose heads the chapter pictures, or "".
         head_paragraphs: paragraphs about the pictures of heads.
-        head_tables: what the heads attend to, in numbers.
+        head_table: what the heads of the task attend to, in numbers; None in a chapter without pictures of heads.
     """
 
     name: str
     title: str
     short_answer: str
     paragraphs: tuple[str, ...]
-    tables: tuple[Table, ...]
+    table: Table
     chart: tuple[str, str] | None = None
-    pictured_task: str = ""
     head_paragraphs: tuple[str, ...] = ()
-    head_tables: tuple[Table, ...] = ()
+    head_table: Table | None = None
 
 
 @dataclass(frozen=True)

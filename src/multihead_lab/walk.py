@@ -77,23 +77,20 @@ class Walk:
 
     Attributes:
         sizes: the sizes of the walk.
-        steps: the steps, each found by its name with ``walk["scores"]``.
+        steps: the steps by name; ``walk["scores"]`` is one of them.
         sdpa_difference: the largest difference between ``concat`` and PyTorch's
             ``scaled_dot_product_attention`` on the same q, k and v.
     """
 
     sizes: WalkSizes
-    steps: tuple[WalkStep, ...]
+    steps: dict[str, WalkStep]
     sdpa_difference: float
 
     def __getitem__(self, name: str) -> WalkStep:
-        for step in self.steps:
-            if step.name == name:
-                return step
-        raise KeyError(name)
+        return self.steps[name]
 
     def __iter__(self) -> Iterator[WalkStep]:
-        return iter(self.steps)
+        return iter(self.steps.values())
 
 
 def walk(
@@ -179,7 +176,7 @@ def walk(
     _record_split(sizes, steps)
     _record_projections(sizes, steps)
     _record_attention(sizes, steps, bias)
-    return Walk(sizes, tuple(steps.values()), _sdpa_difference(sizes, steps))
+    return Walk(sizes, steps, _sdpa_difference(sizes, steps))
 
 
 def _step_recorder(

@@ -31,7 +31,7 @@ def test_every_part_has_its_chapters_with_tables_as_wide_as_their_heads(lang: st
     for chapter in built.values():
         assert chapter.short_answer
         assert "{" not in " ".join((chapter.title, chapter.short_answer, *chapter.paragraphs, *chapter.head_paragraphs))
-        for table in (*chapter.tables, *chapter.head_tables):
+        for table in filter(None, (chapter.table, chapter.head_table)):
             assert table.rows
             assert {len(row) for row in table.rows} == {len(table.columns)}
 
@@ -41,7 +41,7 @@ def test_the_bars_of_a_chapter_are_the_numbers_of_its_table(name: str, bars: int
     chapter = chapters()[name]
     assert chapter.chart is not None
     shares = [round(float(each)) for each in re.findall(r">(\d+) % ", chapter.chart[0])]
-    cells = [cell for row in chapter.tables[0].rows for cell in row[1:] if "%" in cell]
+    cells = [cell for row in chapter.table.rows for cell in row[1:] if "%" in cell]
     assert len(shares) == chapter.chart[0].count('<rect class="bar') == bars
     assert len(cells) == bars
     assert shares == pytest.approx([float(re.split("[ \u00a0]", cell)[0]) for cell in cells], abs=0.6)
@@ -61,7 +61,7 @@ def test_the_count_of_parameters_is_told_as_it_was_counted() -> None:
         plain(count.short_answer)
         == f"No. With 1 or 2 heads the layer has the same 4 tensors and the same {total:,} parameters."
     )
-    assert count.tables[0].rows[0] == ("in_proj_weight", "(48, 16)", "(48, 16)")
+    assert count.table.rows[0] == ("in_proj_weight", "(48, 16)", "(48, 16)")
 
 
 def test_other_counts_would_be_told_otherwise() -> None:
@@ -124,7 +124,7 @@ def test_one_seed_gives_no_verdict_on_rows() -> None:
         }
         assert made["vectors"].short_answer.startswith(words)
         assert made["lengths"].short_answer.startswith(words)
-        assert "±" not in "".join(cell for row in made["lengths"].tables[0].rows for cell in row)
+        assert "±" not in "".join(cell for row in made["lengths"].table.rows for cell in row)
 
 
 def test_length_is_called_better_only_where_it_was() -> None:
@@ -239,7 +239,7 @@ def test_the_verdict_follows_from_the_numbers(task: str, shares, answer: str) ->
 
 
 def test_the_table_of_results_has_the_worst_and_the_best_seed() -> None:
-    rows = chapter_of(experiment("two", {1: (0.1, 0.2), 2: (0.95, 1.0)})).tables[0].rows
+    rows = chapter_of(experiment("two", {1: (0.1, 0.2), 2: (0.95, 1.0)})).table.rows
     assert [plain(" | ".join(row)) for row in rows] == [
         "1 head | 15.0 ± 7.1 % | 10.0 % | 20.0 % | 0 of 2 | –",
         "2 heads | 97.5 ± 3.5 % | 95.0 % | 100.0 % | 2 of 2 | 10 ± 0",
@@ -251,9 +251,7 @@ def test_seeds_in_which_two_heads_share_two_names_are_counted() -> None:
     alone = (lookup(0, 0, 0.9, 0.0),)
     chapter = chapter_of(experiment("two", {1: (0.1, 0.1), 2: (1.0, 1.0)}, {1: alone, 2: shared}))
     assert plain(chapter.head_paragraphs[0]).endswith("and another on the second: 2 heads 2 of 2.")
-    assert (
-        plain(" | ".join(chapter.head_tables[0].rows[1])) == "2 heads | 1.0 ± 0.0 | 1.0 ± 0.0 | 0.0 ± 0.0 | 0.50 ± 0.00"
-    )
+    assert plain(" | ".join(chapter.head_table.rows[1])) == "2 heads | 1.0 ± 0.0 | 1.0 ± 0.0 | 0.0 ± 0.0 | 0.50 ± 0.00"
 
 
 def test_able_models_without_an_induction_head_are_counted() -> None:
@@ -269,7 +267,7 @@ def test_able_models_without_an_induction_head_are_counted() -> None:
     assert without.head_paragraphs[0].startswith(
         "Of the 1 models with at least 90 % correct answers, 1 have no head in layer 1"
     )
-    assert plain(" | ".join(without.head_tables[0].rows[0])) == "1 head | 70.0 ± 0.0 % | 30.0 ± 0.0 % | 0.0 ± 0.0"
+    assert plain(" | ".join(without.head_table.rows[0])) == "1 head | 70.0 ± 0.0 % | 30.0 ± 0.0 % | 0.0 ± 0.0"
 
 
 def test_the_curves_hold_every_number_of_heads() -> None:
@@ -284,11 +282,11 @@ def test_the_chapter_on_copies_follows_from_their_distance() -> None:
     assert chapter.short_answer.startswith(
         "They start from different random weights. Started as exact copies, 2 heads stay"
     )
-    assert [row[0] for row in chapter.tables[0].rows] == ["drawn", "copied"]
+    assert [row[0] for row in chapter.table.rows] == ["drawn", "copied"]
     parted = replace(
         found.experiment_with_copied_heads,
         models=tuple(replace(each, head_distance_after=0.5) for each in found.experiment_with_copied_heads.models),
     )
     other = copies_chapter(parted, (), load_phrases("en"))
     assert other.short_answer.startswith("Started as copies, 2 heads end 0.5 apart")
-    assert [row[0] for row in other.tables[0].rows] == ["copied"]
+    assert [row[0] for row in other.table.rows] == ["copied"]

@@ -264,7 +264,7 @@ def test_every_step_is_shown_in_one_chapter() -> None:
 def test_a_walk_has_every_tensor_that_the_chapters_tell_of_in_their_order() -> None:
     shown = [step for chapter in CHAPTERS for step in chapter.step_names]
     assert len(shown) == len(set(shown))
-    assert [step.name for step in walk().steps if step.name in shown] == shown
+    assert [step.name for step in walk() if step.name in shown] == shown
 
 
 def test_the_split_is_told_before_the_attention() -> None:

@@ -15,7 +15,6 @@ from multihead.layer import MultiHeadAttention
 
 __all__ = ["from_keras"]
 
-_PROJECTION_NAMES = ("query", "key", "value", "attention_output")
 _WEIGHT_AXES = {
     "query": "(features, heads, key_dim)",
     "key": "(features, kv_heads, key_dim)",
@@ -53,7 +52,7 @@ def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0
     Linear(in_features=16, out_features=10, bias=False)
     """
     named = _arrays_by_name(weights)
-    kernels = {part: _tensor_of_variable(named, f"{part}/kernel") for part in _PROJECTION_NAMES}
+    kernels = {part: _tensor_of_variable(named, f"{part}/kernel") for part in _WEIGHT_AXES}
     for part, kernel in kernels.items():
         if kernel.dim() != 3:
             raise ShapeError(f"{part}/kernel has shape {tuple(kernel.shape)}.", f"Give {_WEIGHT_AXES[part]}.")
@@ -99,10 +98,10 @@ def _arrays_by_name(weights: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any
             raise ArgumentError(
                 f"weights has {len(arrays)} arrays.", "Give layer.get_weights(): 8 arrays, or 4 without biases."
             )
-        return dict(zip((f"{part}/{kind}" for part in _PROJECTION_NAMES for kind in kinds), arrays, strict=True))
+        return dict(zip((f"{part}/{kind}" for part in _WEIGHT_AXES for kind in kinds), arrays, strict=True))
     named = {"/".join(path.split(":")[0].split("/")[-2:]): array for path, array in weights.items()}
-    kernels = [f"{part}/kernel" for part in _PROJECTION_NAMES]
-    biases = [f"{part}/bias" for part in _PROJECTION_NAMES]
+    kernels = [f"{part}/kernel" for part in _WEIGHT_AXES]
+    biases = [f"{part}/bias" for part in _WEIGHT_AXES]
     expected = kernels + biases if any(bias in named for bias in biases) else kernels
     missing, unknown = [name for name in expected if name not in named], sorted(set(named) - {*kernels, *biases})
     if missing or unknown:

@@ -114,15 +114,13 @@ def _print_chapter(console: Console, number: int, chapter: Chapter, phrases: Phr
     print_sentence(console, chapter.short_answer, style="cyan", indent=3)
     for paragraph in chapter.paragraphs:
         print_sentence(console, paragraph, indent=3)
-    for one in chapter.tables:
-        _print_table(console, one)
-    if chapter.head_tables:
+    _print_table(console, chapter.table)
+    if chapter.head_table is not None:
         console.print()
         print_sentence(console, phrases.texts_by_key["looks.heading"], style="bold", indent=3)
         for sentence in chapter.head_paragraphs:
             print_sentence(console, sentence, indent=3)
-        for one in chapter.head_tables:
-            _print_table(console, one)
+        _print_table(console, chapter.head_table)
 
 
 def _print_table(console: Console, table: Table) -> None:

@@ -21,7 +21,7 @@ from multihead.compat.weights import attend_with_weights
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.errors.arguments import check_fraction, reject_scripting
 from multihead.functional import attend, request_of
-from multihead.kernels.call import AttentionArguments, CallOrigin
+from multihead.kernels.call import AttentionRequest, CallOrigin
 from multihead.kernels.head_changes import needs_call_origin
 from multihead.kernels.per_head import attend_per_head, is_computed_per_head
 from multihead.layer.heads import head_dim_of, merge_heads, split_heads
@@ -164,8 +164,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         origin = CallOrigin(self, is_cross_attention=False if within else None)
         if within and needs_call_origin():
             origin = replace(origin, unpadded_queries=unpadded_queries(key_padding_mask))
-        terms = (mask, bias, None, None, None, self.dropout if self.training else 0.0, added)
-        merged, weights = self._attend(q, k, v, terms, origin, need_weights=need_weights, average=average_attn_weights)
+        q, k, v = (split_heads(x, self.num_heads) for x in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        request = request_of(q, k, v, mask, bias, dropout=dropout, query_start=added, origin=origin)
+        merged, weights = _attend(request, need_weights=need_weights, average=average_attn_weights)
         merged = merged if batched else merged[0]
         output = self.out_proj(merged.transpose(0, 1) if length_axis == 0 else merged)
         if weights is not None:
@@ -206,37 +208,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             k, v = (torch.cat([row.to(x.dtype).expand(x.shape[0], 1, -1), x], 1) for row, x in rows)
         return k, v
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        terms: AttentionArguments,
-        origin: CallOrigin,
-        *,
-        need_weights: bool,
-        average: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Split q, k and v into heads, attend and merge: (batch, queries, embed_dim), and the weights if needed."""
-        q, k, v = (split_heads(projected, self.num_heads) for projected in (q, k, v))
-        request = request_of(q, k, v, *terms, origin=origin)
-        if is_computed_per_head(request, need_weights=need_weights):
-            output, weights = attend_per_head(request, need_weights=need_weights, average=average)
-            return merge_heads(output), weights
-        if need_weights:
-            output, weights = attend_with_weights(request, average=average)
-            return merge_heads(output), weights
-        return merge_heads(attend(request).output), None
-
     def _attend_nested(self, query: Tensor) -> Tensor:
         """Compute self-attention of a nested tensor: its samples become the documents of one sequence."""
         samples = query.unbind()
         lengths = [sample.shape[0] for sample in samples]
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
-        q, k, v = self._project(tokens, tokens, tokens)
-        terms = (Documents(lengths), None, None, None, None, self.dropout if self.training else 0.0, 0)
+        q, k, v = (split_heads(x, self.num_heads) for x in self._project(tokens, tokens, tokens))
+        dropout = self.dropout if self.training else 0.0
         origin = CallOrigin(self, torch.tensor(lengths), is_cross_attention=False)
-        merged, _ = self._attend(q, k, v, terms, origin, need_weights=False, average=False)
+        merged, _ = _attend(request_of(q, k, v, Documents(lengths), dropout=dropout, origin=origin), need_weights=False)
         return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
 
     def _attend_nested_padded(
@@ -329,6 +309,17 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"with batch_first={self.batch_first} inputs are {layout}.",
                 f"Give both the same batch size, or construct the layer with batch_first={not self.batch_first}.",
             )
+
+
+def _attend(request: AttentionRequest, *, need_weights: bool, average: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Attend and merge the heads: (batch, queries, heads * head_dim), and the weights if needed."""
+    if is_computed_per_head(request, need_weights=need_weights):
+        output, weights = attend_per_head(request, need_weights=need_weights, average=average)
+        return merge_heads(output), weights
+    if need_weights:
+        output, weights = attend_with_weights(request, average=average)
+        return merge_heads(output), weights
+    return merge_heads(attend(request).output), None
 
 
 def _zero_nonfinite_padding(
