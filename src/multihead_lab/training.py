@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -202,21 +202,17 @@ def run_experiment(
     check_at_least_one(heads=len(heads), seeds=seeds, steps=steps)
     wanted = [(num_heads, seed + index) for num_heads in heads for index in range(seeds)]
     # One call per model, the slowest first, so that no worker starts a slow one last.
-    calls = {
-        (num_heads, each): partial(
-            train_model, task, num_heads, seed=each, steps=steps, start=start, watched=each == seed
-        )
+    calls = [
+        partial(train_model, task, num_heads, seed=each, steps=steps, start=start, watched=each == seed)
         for num_heads, each in reversed(wanted)
-    }
-    found: dict[tuple[int, int], TrainedModel] = {}
-    trained: Iterable[tuple[tuple[int, int], TrainedModel]]
+    ]
     if pool is None:
-        trained = ((key, call()) for key, call in calls.items())
+        trained = (call() for call in calls)
     else:
-        futures = {pool.submit(call): key for key, call in calls.items()}
-        trained = ((futures[future], future.result()) for future in as_completed(futures))
-    for key, model in trained:
-        found[key] = model
+        trained = (future.result() for future in as_completed([pool.submit(call) for call in calls]))
+    found = {}
+    for model in trained:
+        found[model.num_heads, model.seed] = model
         if progress is not None:
             progress(len(found), len(wanted))
     return Experiment(task, start, steps, tuple(found[key] for key in wanted))

@@ -39,10 +39,8 @@ def convert_masks(
     _check_mask_shapes(attn_mask, key_padding_mask, size)
     by_query, bias = _convert_attn_mask(attn_mask, size, added_keys, is_causal=is_causal)
     by_key, key_bias = _convert_key_padding_mask(key_padding_mask, size, added_keys)
-    if bias is not None and key_bias is not None:
-        bias = bias + key_bias  # (batch, heads or 1, queries, keys)
-    elif bias is None:
-        bias = key_bias
+    # (batch, heads or 1, queries or 1, keys).
+    bias = key_bias if bias is None else bias if key_bias is None else bias + key_bias
     if bias is not None and added_keys:
         bias = pad(bias, (added_keys, 0))
     return by_query & by_key, bias

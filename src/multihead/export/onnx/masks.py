@@ -93,8 +93,6 @@ def export_mask(graph: Graph, mask: Mask, positions: PositionValues) -> str:
 
 def _after_leading_keys(graph: Graph, mask: LeadingKeys, positions: PositionValues) -> str:
     """Add nodes for a LeadingKeys: every query sees the leading keys; the inner mask covers the others."""
-    if not mask.count:
-        return export_mask(graph, mask.mask, positions)
     count = graph.add_integers(mask.count)
     inner = PositionValues(
         graph.add_node("Sub", positions.queries, count, name="positions"),
