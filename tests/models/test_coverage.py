@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -160,3 +161,22 @@ def test_the_error_names_the_first_module_and_its_reason() -> None:
         "its weights itself, without transformers' AttentionInterface. Use a family that supports transformers' "
         "AttentionInterface, such as BERT, GPT-2, Llama or T5."
     )
+
+
+def wrapped(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def call(x: Tensor) -> Tensor:
+        return function(x)
+
+    return call
+
+
+WEIGHTS, PRODUCT = wrapped(lambda x: x.softmax(-1)), wrapped(lambda x: x @ x)
+
+
+def test_wrappers_of_different_functions_are_all_read_although_they_share_their_code() -> None:
+    class WrappedAttention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return PRODUCT(WEIGHTS(x))
+
+    reason = "WrappedAttention computes its weights itself, without transformers' AttentionInterface."
+    assert attention_outside_interface(WrappedAttention()) == {"": reason}

@@ -259,18 +259,17 @@ def _read_forward_code(kind: Any, forward: Any, own: dict[str, Any]) -> _Forward
     files = {base.__module__ for base in kind.__mro__ if base is not nn.Module} | {getattr(forward, "__module__", "")}
     code = _ForwardCode()
     waiting = [(forward, True)]  # objects, and whether their code is read even if they are defined in another file
-    seen: set[CodeType] = set()
-    while waiting:
-        given, from_any_file = waiting.pop()
+    seen: set[FunctionType] = set()  # not their code, which wrappers of different functions share
+    for given, from_any_file in waiting:  # the body appends what the code refers to
         function = _unwrap_function(given)
         if isinstance(function, partial):
             parts = (function.func, *function.args, *function.keywords.values())
             waiting += [(each, True) for each in parts]
-        if not inspect.isfunction(function) or function.__code__ in seen:
+        if not inspect.isfunction(function) or function in seen:
             continue
         if function.__module__ not in files and not from_any_file:
             continue
-        seen.add(function.__code__)
+        seen.add(function)
         used, called = _names_of_code(function.__code__)
         code.names |= used
         found = [function.__globals__.get(name) for name in used]

@@ -73,10 +73,9 @@ def allow_output_attentions() -> None:
 
     kind.output_attentions = property(option.fget, set_output_attentions, doc=option.__doc__)
     kind.validate_output_attentions = validate_unless_ours
-    waiting = [kind]
-    while waiting:
-        each = waiting.pop()
-        waiting += each.__subclasses__()
+    kinds = [kind]
+    for each in kinds:  # the body appends subclasses to this list
+        kinds += each.__subclasses__()
         # each subclass of a configuration has a separate list of validators
         listed = vars(each).get("__class_validators__", [])
         listed[:] = [validate_unless_ours if validator is check else validator for validator in listed]

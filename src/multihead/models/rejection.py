@@ -86,8 +86,7 @@ def configurations_of(model: nn.Module) -> list[Any]:
 
     waiting = [getattr(module, "config", None) for module in model.modules()]
     listed: dict[int, Any] = {}
-    while waiting:
-        config = waiting.pop()
+    for config in waiting:  # the body appends nested configurations to this list
         if isinstance(config, PreTrainedConfig) and id(config) not in listed:
             listed[id(config)] = config
             waiting += [getattr(config, key, None) for key in config.sub_configs]
