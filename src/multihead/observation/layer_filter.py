@@ -50,16 +50,14 @@ class LayerFilter:
 
     def matches(self, name: str, index: int) -> bool:
         """Whether the layer with this name and index is to be recorded."""
-        return any(_item_fits_layer(item, name, index) for item in self.items)
+        return any(_item_fits_layer(item, index, name) for item in self.items)
 
     def unmatched_items(self, names: Sequence[str]) -> list[int | str]:
         """Return the items of the filter that match none of the layers with these names, in their order."""
-        return [
-            item for item in self.items if not any(_item_fits_layer(item, *each[::-1]) for each in enumerate(names))
-        ]
+        return [item for item in self.items if not any(_item_fits_layer(item, *each) for each in enumerate(names))]
 
 
-def _item_fits_layer(item: int | str, name: str, index: int) -> bool:
+def _item_fits_layer(item: int | str, index: int, name: str) -> bool:
     """Whether an index, a part of a name or a glob matches a layer; "layer.1" does not match layer.10."""
     if isinstance(item, int):
         return item == index

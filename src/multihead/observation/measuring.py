@@ -63,15 +63,7 @@ class StatisticsMeasurer:
         return self.names[id(request.known_origin.layer)]
 
     def probe_context(
-        self,
-        layer: nn.Module,
-        shape: AttentionShape,
-        ids: Tensor | None,
-        *,
-        distinct: Tensor | None = None,
-        first_key: int | None = None,
-        key_start: int = 0,
-        id_before: Tensor | None = None,
+        self, layer: nn.Module, shape: AttentionShape, ids: Tensor | None, *, distinct: Tensor | None = None
     ) -> ProbeContext:
         """Return the inputs of probes besides q and k, such as token ids and the output projection.
 
@@ -80,9 +72,6 @@ class StatisticsMeasurer:
             shape: shape of the call.
             ids: (batch, keys) int64, the token id of each key, or None.
             distinct: (batch, keys), like `ids`, but different for equal tokens of different texts in a packed row.
-            first_key: index of the sample's first key, if it is not the first key that its queries see.
-            key_start: number of the sample's keys before the first key of the call.
-            id_before: (batch,) int64, token id of the key before the first key of the call.
         """
         compared = special = weight = None
         sets = {}
@@ -98,9 +87,7 @@ class StatisticsMeasurer:
         if "output_weight" in self.needs:
             width = shape.num_heads * shape.value_dim
             weight = output_weight(layer, self.root, self.names[id(layer)], width=width)
-        return ProbeContext(
-            special, compared, sets, weight, first_key, key_start, id_before, self.map_size, self.map_pool
-        )
+        return ProbeContext(special, compared, sets, weight, map_size=self.map_size, map_pool=self.map_pool)
 
     def measure_whole_batch(
         self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds

@@ -348,7 +348,8 @@ class Recorder:
             keys = sequence.gather_tokens(request.k, 2)
             values = sequence.gather_tokens(request.v, 2) if any("values" in probe.needs for probe in probes) else keys
             whole = replace(whole, k=keys, v=values)
-        samples, chunks = [], sequence.chunks_of_rank(length)
+        samples = []
+        chunks = sequence.chunks_of_rank(length)
         for index, span in enumerate(sample_spans.spans):
             queries, own_keys = (_find_tokens_on_rank(chunks, each) for each in (span.queries, span.keys))
             sample = self._sample_factory(layer.name)()
@@ -598,7 +599,8 @@ class Recorder:
             before = read.rows_between(start - 1, start) if start else None
         # In a later call the first key that the queries see may not be the sample's first key.
         first_key = None if first else -start
-        return self.measurer.probe_context(caller, shape, ids, first_key=first_key, key_start=start, id_before=before)
+        context = self.measurer.probe_context(caller, shape, ids)
+        return replace(context, first_key=first_key, key_start=start, id_before=before)
 
     def check_complete(self, model: nn.Module) -> None:
         """Check that every layer that the user selected was recorded.

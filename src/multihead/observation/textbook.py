@@ -57,10 +57,9 @@ def measure_repeated(
     Source: prefix matching on repeated random tokens, arXiv:2209.11895; duplicate token heads, arXiv:2211.00593.
     """
     ids = repeated_tokens(words, start=start, length=length, times=times, draws=draws, seed=seed)
-    device = next(model.parameters()).device
     measured = {kind.name: kind.probe for kind in kinds if kind.texts == "repeats" and isinstance(kind.probe, Probe)}
     with torch.no_grad(), observe(model, keep="statistics", probes=tuple(measured.values())) as seen:
-        model(input_ids=ids.to(device))
+        model(input_ids=ids.to(next(model.parameters()).device))
     return {
         layer.name: _collect_repeated(layer.samples, measured, length, times, start=start is not None)
         for layer in seen.layers

@@ -181,16 +181,14 @@ class _RingBackward:
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         # A query with a NaN logsumexp and a gradient of 0 must not affect other gradients, so it gets no keys.
         unused = logsumexp.isnan() & (grad_output == 0).all(-1)
+        dtype = logsumexp.dtype
+        delta = (grad_output.to(dtype) * output.to(dtype)).sum(-1)
         if grad_logsumexp is not None:
             unused = unused & (grad_logsumexp == 0)
-        logsumexp = logsumexp.masked_fill(unused, -torch.inf)
-        self.output, self.logsumexp = output, logsumexp
+            delta = delta - grad_logsumexp
+        self.output, self.logsumexp = output, logsumexp.masked_fill(unused, -torch.inf)
         self.grad_output, self.grad_logsumexp = grad_output, grad_logsumexp
-        dtype = logsumexp.dtype
-        self.delta = (grad_output.to(dtype) * output.to(dtype)).sum(-1)
-        if grad_logsumexp is not None:
-            self.delta = self.delta - grad_logsumexp
-        self.delta = self.delta.masked_fill(logsumexp == -torch.inf, 0)
+        self.delta = delta.masked_fill(self.logsumexp == -torch.inf, 0)
         self.gradient_sums = tuple(torch.zeros_like(x, dtype=dtype) for x in self.tensors)
         self.bias_gradient: Bias | None = None
 
