@@ -409,11 +409,12 @@ class RecordedBatch:
             if kept is not None:
                 sample.q = ChunkedRows(2, [rows.rows_of_sample(index, kept[0])])
                 sample.k = ChunkedRows(2, [sample_spans.key_rows.rows_of_sample(index, kept[1])])
-            sample.set_first_call(
+            sample.append_call(
                 # learned sinks differ between layers that share a mask
                 Segment(replace(request, sinks=self.request.sinks)),
                 rows.rows_of_sample(index, logsumexp)[..., 0],
                 {name: rows.rows_of_sample(index, value)[0, ..., 0] for name, value in statistics.items()},
+                None,
             )
         if self.windows > 1:
             samples = [_join_windows(samples[at : at + self.windows]) for at in range(0, len(samples), self.windows)]

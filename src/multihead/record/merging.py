@@ -97,16 +97,12 @@ def _merge_tokens(splits: list[LayerPartOfRank], layers: list[LayerRecord]) -> L
     if [each.rank for each in splits] != list(range(split.ranks)):
         listed = ", ".join(str(each.rank) for each in splits)
         raise _mismatch_error(f"the sequence is split over {split.ranks} ranks, and these are {listed}")
-    found = replace(
+    return replace(
         layer,
         _samples=[_merge_sample_tokens(each) for each in zip(*(layer.samples for layer in layers), strict=True)],
         split=_none_if_whole(split._replace(rank=0, ranks=1)),
-        running_summary=None,
+        running_summary=_merge_summaries(layers, same_heads=True),
     )
-    summaries = [each.running_summary for each in layers if each.running_summary is not None]
-    if summaries:
-        found.running_summary = _merge_summaries(summaries, same_heads=True)
-    return found
 
 
 def _none_if_whole(split: LayerPartOfRank) -> LayerPartOfRank | None:
@@ -126,21 +122,20 @@ def _merge_heads(layers: list[LayerRecord]) -> LayerRecord:
     # Several ranks may have the same key/value heads, which are taken from the first of these ranks.
     kv = list({split.kv_heads: index for index, split in reversed(list(enumerate(splits)))}.values())[::-1]
     whole = split._replace(heads=(0, split.num_heads), kv_heads=(0, split.num_kv_heads))
-    found = replace(
+    return replace(
         layers[0],
         _samples=[_merge_sample_heads(each, whole, kv) for each in zip(*(x.samples for x in layers), strict=True)],
         split=_none_if_whole(whole),
-        running_summary=None,
+        running_summary=_merge_summaries(layers, same_heads=False),
         alignment_heads=(),
     )
-    summaries = [each.running_summary for each in layers if each.running_summary is not None]
-    if summaries:
-        found.running_summary = _merge_summaries(summaries, same_heads=False)
-    return found
 
 
-def _merge_summaries(summaries: list[RunningSummary], *, same_heads: bool) -> RunningSummary:
+def _merge_summaries(layers: list[LayerRecord], *, same_heads: bool) -> RunningSummary | None:
     """Join the running summaries of ranks: of the same heads on different tokens, or of different heads."""
+    summaries = [each.running_summary for each in layers if each.running_summary is not None]
+    if not summaries:
+        return None
     first = summaries[0]
     found = RunningSummary(first.num_heads, first.num_samples)
     for name in first.statistics:

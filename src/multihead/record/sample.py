@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -207,19 +207,6 @@ class SampleRecord:
         if "pooled_map" in statistics:
             self._newest_pooled_map = (len(self.calls), statistics["pooled_map"])
 
-    def set_first_call(self, segment: Segment, logsumexp: Tensor, statistics: Mapping[str, Tensor]) -> None:
-        """Store the first attention call of the sample; the caller sets `q` and `k`.
-
-        Args:
-            segment: the call.
-            logsumexp: (1, heads, queries).
-            statistics: statistics per query, (heads, queries) each.
-        """
-        self.segments.append(segment)
-        self.calls.append(((0, segment.num_queries), (segment.key_start, segment.key_stop)))
-        self.logsumexp.add(logsumexp)
-        self._per_query = {name: ChunkedRows(1, [value]) for name, value in statistics.items()}
-
     def append_call(self, segment: Segment, logsumexp: Tensor, statistics: dict[str, Tensor], q: Tensor | None) -> None:
         """Append an attention call that continues the sample's previous calls; the caller appends the new keys to `k`.
 
@@ -227,7 +214,7 @@ class SampleRecord:
             segment: the call; its `row_start` is set here.
             logsumexp: (1, heads, queries).
             statistics: statistics of the call.
-            q: (1, heads, queries, head_dim), or None if only statistics are kept.
+            q: (1, heads, queries, head_dim); None if only statistics are kept, or the caller sets `q`.
         """
         first = not self.calls
         segment = replace(segment, row_start=self.logsumexp.length)
@@ -240,17 +227,14 @@ class SampleRecord:
         self.logsumexp.add(logsumexp)
         if self.q is not None and q is not None:
             self.q.add(q)
-        per_query = {
-            name: value for name, value in statistics.items() if name not in STATISTICS_PER_KEY | STATISTICS_PER_MAP
-        }
         if first:
             self.set_statistics(statistics)
             return
         # A statistic that was not measured in one call is dropped for the whole sample.
-        self._per_query = {name: rows for name, rows in self._per_query.items() if name in per_query}
+        self._per_query = {name: rows for name, rows in self._per_query.items() if name in statistics}
         for name, rows in self._per_query.items():
-            shifted = per_query[name]
-            rows.add(shifted + segment.key_start * (shifted >= 0) if name == "largest_key" else shifted)
+            value = statistics[name]
+            rows.add(value + segment.key_start * (value >= 0) if name == "largest_key" else value)
         self._not_per_query = {name: value for name, value in self._not_per_query.items() if name in statistics}
         if "received" in self._not_per_query:
             total, more = self._not_per_query["received"], statistics["received"]

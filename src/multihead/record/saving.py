@@ -185,11 +185,9 @@ class _StoredTexts:
     def add_text(self, text: Text) -> int | None:
         if not text.length:
             return None
-        ids = None if text.ids is None else tuple(text.ids.tolist())
-        tokens = None if text.tokens is None else tuple(text.tokens)
-        special = None if text.special is None else tuple(text.special)
-        gaps = None if text.gaps is None else tuple(text.gaps)
-        key = (ids, tokens, special, gaps, text.patches)
+        ids = None if text.ids is None else text.ids.tolist()
+        parts = (ids, text.tokens, text.special, text.gaps, text.patches)
+        key = tuple(None if part is None else tuple(part) for part in parts)
         if key not in self.known:
             self.known[key] = len(self.texts)
             self.texts.append(text)
