@@ -6,7 +6,7 @@ Visible cells are counted separately, because the mean of a block is taken over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -106,15 +106,19 @@ def sum_weights_over_blocks(
     if not found.sums.numel():
         return found
     bounds = bounds_of(request)
-    dense = _needs_cell_visibility(request, bounds)
+    hides = request.bias is not None and bool((values_of(request.bias) == -torch.inf).any())
+    dense = hides or bounds.remainder is not None  # intervals of keys do not describe which cells are visible
+    width = max(columns[1] - columns[0], 1)
+    height = max((SCORES_PER_DENSE_STRIP if dense else SCORES_PER_STRIP) // width // block[0], 1) * block[0]
     exact = block == (1, 1) or has_large_logsumexp(logsumexp)
     base = score_base(request, logsumexp)
     totals = totals or RowLogsumexps()
     with torch.no_grad(), without_autocast(request.shape.device):
-        for strip in _strips_of_rows(rows, columns, block, dense=dense):
+        for begin in range(*rows, height):
+            strip = begin, min(begin + height, rows[1])
             if cancelled is not None and cancelled():
                 raise CancelledError
-            first = (strip[0] - rows[0]) // block[0]
+            first = (begin - rows[0]) // block[0]
             shown = _clip_bounds(bounds, strip, columns, without_first_key=without_first_key)
             reached = _columns_seen_by_strip(shown, columns, block[1])
             # Skip hidden keys: half of the map under a causal mask, and nearly all under a window.
@@ -129,9 +133,9 @@ def sum_weights_over_blocks(
                     part = _subtract_base_from_bias(part, base[:, chosen, slice(*strip)])
             of_strip = _sum_strip(part, shown, cells, row, block)
             left = (reached[0] - columns[0]) // block[1]
-            height, width = of_strip.sums.shape[1:]
-            found.sums[:, first : first + height, left : left + width] = of_strip.sums
-            found.counts[:, first : first + height, left : left + width] = of_strip.counts
+            bottom, right = first + of_strip.sums.shape[1], left + of_strip.sums.shape[2]
+            found.sums[:, first:bottom, left:right] = of_strip.sums
+            found.counts[:, first:bottom, left:right] = of_strip.counts
     return found
 
 
@@ -140,23 +144,6 @@ def _check_slice_ends(name: str, chosen: slice, length: int) -> tuple[int, int]:
     if step != 1:
         raise ArgumentError(f"{name} is {chosen}, with steps.", "Give a slice of step 1, such as slice(0, 512).")
     return first, max(first, stop)
-
-
-def _needs_cell_visibility(request: AttentionRequest, bounds: KeyBounds) -> bool:
-    """Whether intervals of keys do not describe which cells are visible (other masks, or a bias of -inf)."""
-    if bounds.remainder is not None:
-        return True
-    return request.bias is not None and bool((values_of(request.bias) == -torch.inf).any())
-
-
-def _strips_of_rows(
-    rows: tuple[int, int], columns: tuple[int, int], block: tuple[int, int], *, dense: bool
-) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows [first, stop), each of whole blocks and with about SCORES_PER_STRIP scores."""
-    width = max(columns[1] - columns[0], 1)
-    height = max((SCORES_PER_DENSE_STRIP if dense else SCORES_PER_STRIP) // width // block[0], 1) * block[0]
-    for first in range(*rows, height):
-        yield first, min(first + height, rows[1])
 
 
 def _clip_bounds(

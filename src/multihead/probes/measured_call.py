@@ -57,13 +57,6 @@ class MeasuredCall:
         return MeasuredCall(request, bounds, logsumexp, context, result, base)
 
     @property
-    def unchanged_output(self) -> Tensor | None:
-        """The weighted sum of the values, (batch, heads, queries, value_dim); None if it is unknown or was changed."""
-        if self.result is None or self.request.dropout or self.result.head_factors is not None:
-            return None
-        return self.result.output
-
-    @property
     def logsumexp_of_full_scores(self) -> Tensor:
         """Logsumexp of the scores before `base` was subtracted from them: (batch, heads, queries), nats."""
         return self.logsumexp if self.base is None else self.logsumexp + self.base
@@ -145,9 +138,8 @@ class MeasuredCall:
         found = []
         for rows in consecutive_slices(shape.query_length, ROWS_PER_STEP):
             shown = visible_cells(self.request, rows)  # (batch or 1, heads or 1, rows or 1, keys or 1)
-            heads = shown.shape[1]
-            shown = shown.expand(shape.batch, heads, rows.stop - rows.start, shape.key_length)
-            found.append(shown.gather(-1, clamped[:, None, rows].expand(-1, heads, -1, -1)))
+            shown = shown.expand(shape.batch, -1, rows.stop - rows.start, shape.key_length)
+            found.append(shown.gather(-1, clamped[:, None, rows].expand(-1, shown.shape[1], -1, -1)))
         cells = torch.cat(found, 2) if found else inside[:, None]
         return cells & inside[:, None]
 

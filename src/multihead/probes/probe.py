@@ -31,13 +31,7 @@ SHARE_FORMAT = "share"
 MIN_SHARE_WITHOUT_DECIMAL = 0.0995  # 9.95 %, from which shares are written without a decimal
 _NUMBER_FORMAT_PATTERN = re.compile(r"share|\.[0-9]f|\.[1-9]g", re.ASCII)
 _COUNTED_PATTERN = re.compile(r"all|repeated|offset [+-][0-9]{1,9}", re.ASCII)
-_RESERVED_NAMES = (
-    "layer",
-    "head",
-    "name",
-    "kind",
-    "of",
-)  # columns of tables, and an option of `find`
+_RESERVED_NAMES = ("layer", "head", "name", "kind", "of")  # columns of tables, and an option of `find`
 _NEEDS_OF_PART: dict[str, tuple[ProbeInput, ...]] = {
     "sink_mass": ("sinks",),
     "duplicate_mass": ("ids",),

@@ -36,25 +36,6 @@ STREAMED_PARTS: frozenset[PartName] = _PER_QUERY_PARTS | {"received", "pooled_ma
 
 
 @dataclass(frozen=True, eq=False)
-class _Tile:
-    """The weights of a group of heads of one sample in a tile of the attention map.
-
-    Attributes:
-        columns: range of the keys, [first, stop).
-        log_weights: (heads, rows, columns), ln p_ij; any finite number where hidden.
-        weights: (heads, rows, columns), p_ij; 0 where hidden.
-        visible_cells: (heads or 1, rows, columns) bool, True = visible; None if all cells are visible.
-        side_of_keys: 1 if all keys are at or before all positions, -1 if at or after, 0 if neither.
-    """
-
-    columns: tuple[int, int]
-    log_weights: Tensor
-    weights: Tensor
-    visible_cells: Tensor | None
-    side_of_keys: int
-
-
-@dataclass(frozen=True, eq=False)
 class _HeadGroup:
     """A group of query heads of one sample, with their key/value heads.
 
@@ -71,6 +52,31 @@ class _HeadGroup:
     request: AttentionRequest
     q: Tensor | None
     k: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Tile:
+    """The weights of a group of heads of one sample in a tile of the attention map.
+
+    Attributes:
+        group: the heads.
+        rows: the queries.
+        positions: (rows,), positions of the queries among the keys.
+        columns: range of the keys, [first, stop).
+        log_weights: (heads, rows, columns), ln p_ij; any finite number where hidden.
+        weights: (heads, rows, columns), p_ij; 0 where hidden.
+        visible_cells: (heads or 1, rows, columns) bool, True = visible; None if all cells are visible.
+        side_of_keys: 1 if all keys are at or before all positions, -1 if at or after, 0 if neither.
+    """
+
+    group: _HeadGroup
+    rows: slice
+    positions: Tensor
+    columns: tuple[int, int]
+    log_weights: Tensor
+    weights: Tensor
+    visible_cells: Tensor | None
+    side_of_keys: int
 
 
 def measure_in_tiles(
@@ -175,9 +181,9 @@ def _measure_group(
         sums = {part: found[part][place] for part in found.keys() & _PER_QUERY_PARTS}  # views of `found`
         moments = DistanceMoments.zero(call.logsumexp[place].double()) if "mean_distance" in sums else None
         for tile in _tiles_of_rows(call, group, rows):
-            _add_to_sums(call, group, rows, tile, sums, moments)
+            _add_to_sums(call, tile, sums, moments)
             if columns is not None and weighted_sums is not None:
-                weighted_sums[place] += _weighted_sums_of_tile(columns, group, tile)
+                weighted_sums[place] += _weighted_sums_of_tile(columns, tile)
             if "received" in found:
                 found["received"][group.sample, group.heads, slice(*tile.columns)] += tile.weights.sum(-2)
             if pooled is not None and call.context.map_pool == "mean":
@@ -243,32 +249,27 @@ def _tiles_of_rows(call: MeasuredCall, group: _HeadGroup, rows: slice) -> Iterat
         weights = logs.exp()
         if shown is not None:
             weights.masked_fill_(~shown, 0)
-        yield _Tile(columns, logs, weights, shown, side)
+        yield _Tile(group, rows, call.positions[group.sample, rows], columns, logs, weights, shown, side)
 
 
 def _add_to_sums(
-    call: MeasuredCall,
-    group: _HeadGroup,
-    rows: slice,
-    tile: _Tile,
-    sums: dict[PartName, Tensor],
-    moments: DistanceMoments | None,
+    call: MeasuredCall, tile: _Tile, sums: dict[PartName, Tensor], moments: DistanceMoments | None
 ) -> None:
     """Add the weights of a tile to `sums`, part -> (heads, rows), and to the moments of the distance."""
     if "entropy" in sums:
         sums["entropy"] -= torch.linalg.vecdot(tile.weights, tile.log_weights)
     if moments is not None:
-        moments.add(tile.weights, call.positions[group.sample, rows], tile.columns, tile.side_of_keys)
+        moments.add(tile.weights, tile.positions, tile.columns, tile.side_of_keys)
     if "largest_key" in sums:
         _update_largest(sums["largest_weight"], sums["largest_key"], tile)
     for part in _TOKEN_MATCH_PARTS:
         if part in sums:
-            sums[part] += (tile.weights * _keys_of_same_token(call, group, rows, part, tile)).sum(-1)
+            sums[part] += (tile.weights * _keys_of_same_token(call, tile, part)).sum(-1)
 
 
-def _weighted_sums_of_tile(columns: Tensor, group: _HeadGroup, tile: _Tile) -> Tensor:
+def _weighted_sums_of_tile(columns: Tensor, tile: _Tile) -> Tensor:
     """Sum the numbers of the keys of a tile, weighted: (batch, kv_heads, keys, n) -> (heads, rows, n)."""
-    per = group.request.shape.heads_per_kv_head
+    group, per = tile.group, tile.group.request.shape.heads_per_kv_head
     kv_heads = slice(group.heads.start // per, group.heads.stop // per)
     numbers = columns[group.sample, kv_heads, slice(*tile.columns)].to(tile.weights.dtype)
     by_kv = tile.weights.unflatten(0, (-1, per)).flatten(1, 2)
@@ -276,11 +277,11 @@ def _weighted_sums_of_tile(columns: Tensor, group: _HeadGroup, tile: _Tile) -> T
     return sums
 
 
-def _keys_of_same_token(call: MeasuredCall, group: _HeadGroup, rows: slice, part: PartName, tile: _Tile) -> Tensor:
+def _keys_of_same_token(call: MeasuredCall, tile: _Tile, part: PartName) -> Tensor:
     """Return the earlier keys with the query's token, or the keys after these: (rows, columns) bool."""
     assert call.context.ids is not None
-    positions = call.positions[group.sample, rows]
-    ids = call.context.ids[group.sample].to(positions.device)
+    positions = tile.positions
+    ids = call.context.ids[tile.group.sample].to(positions.device)
     known = (positions >= 0) & (positions < len(ids))
     own = ids[positions.clamp(0, len(ids) - 1)]
     key = torch.arange(*tile.columns, device=ids.device) - int(part == "induction_mass")

@@ -50,9 +50,10 @@ def select_own_columns(call: MeasuredCall, weighed: Tensor) -> Tensor:
 def output_norms(call: MeasuredCall, output_weight: Tensor) -> Tensor:
     """Return the norm of each head's contribution to the layer's output: (batch, heads, queries)."""
     factors = _factors_of_projection(call, output_weight)
-    output = call.unchanged_output
-    if output is None:
+    if call.result is None or call.request.dropout or call.result.head_factors is not None:
         output = attention_weighted_sums(call, call.request_without_nonfinite.v.detach())
+    else:
+        output = call.result.output
     return _norm_of_vectors(output.detach().to(factors.dtype) @ factors.mT)
 
 

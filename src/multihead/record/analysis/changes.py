@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,13 +16,12 @@ from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import statistic_label
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
+from multihead.record.analysis.chance import Progress
 from multihead.record.analysis.highlights import LayerProfile, layer_profiles
 from multihead.record.analysis.similar import divergence, evenly_spaced_queries, have_same_texts
 from multihead.record.layer import LayerRecord
 from multihead.record.notebook import HeadList, HeadOfLayer
 from multihead.record.sample import SampleRecord
-
-Progress = Callable[[int, int], None]
 
 
 class StatisticChange(NamedTuple):

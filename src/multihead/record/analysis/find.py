@@ -17,13 +17,7 @@ from multihead.record.layer import LayerRecord
 from multihead.record.notebook import HeadList, HeadOfLayer
 from multihead.record.summaries import SummaryName
 
-RENAMED_KINDS = {
-    "previous_token": "previous",
-    "next_token": "next",
-    "self_token": "self",
-    "first_token": "first",
-    "duplicate_token": "duplicate",
-}
+RENAMED_KINDS = {f"{name}_token": name for name in ("previous", "next", "self", "first", "duplicate")}
 """Name of a kind in earlier versions -> present name."""
 
 
