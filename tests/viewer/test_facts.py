@@ -14,7 +14,7 @@ from tests.dense_record import DenseRecord, random_weights, record_of
 
 
 def facts_of(record: Any, *others: int) -> dict[str, str]:
-    return dict(facts_of_record(record, layer_profiles(record.layers), 30, others, sample=0, lang="en"))
+    return dict(facts_of_record(record, layer_profiles(record.layers), [30, *others], sample=0, lang="en"))
 
 
 def masked(seen: Tensor) -> DenseRecord:

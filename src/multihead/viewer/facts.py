@@ -16,21 +16,14 @@ if TYPE_CHECKING:
 
 
 def facts_of_record(
-    record: Record,
-    profiles: Sequence[LayerProfile],
-    num_tokens: int,
-    other_lengths: Sequence[int],
-    *,
-    sample: int,
-    lang: str,
+    record: Record, profiles: Sequence[LayerProfile], lengths: Sequence[int], *, sample: int, lang: str
 ) -> list[tuple[str, str]]:
     """Return the (label, value) pairs in the row under the page's title.
 
     Args:
         record: the record.
         profiles: the result of `Record.profiles`.
-        num_tokens: number of tokens of the main text.
-        other_lengths: numbers of tokens of the other texts.
+        lengths: numbers of tokens of the main text and of the other texts.
         sample: index of the text in the record.
         lang: the language of the page.
     """
@@ -40,9 +33,9 @@ def facts_of_record(
         found = [(words["fact.grid"], f"{len(heads)} × {heads[0]}")]
     else:
         found = [(words["fact.layers"], str(len(heads))), (words["fact.heads"], str(sum(heads)))]
-    found.append((words["fact.tokens"], f"{num_tokens:,}"))
+    found.append((words["fact.tokens"], f"{lengths[0]:,}"))
     label = "fact.decoder tokens" if "decoder" in roles(record.layers, sample=sample) else "fact.keys"
-    found += [(words[label], f"{length:,}") for length in other_lengths]
+    found += [(words[label], f"{length:,}") for length in lengths[1:]]
     found.append((words["fact.attention"], name_masks(profiles, lang)))
     kinds = {kind for one in profiles for named in one.kinds for kind in named}
     possible = sum(each["measured"] for each in legend_of_kinds(record.all_kinds, profiles, lang))

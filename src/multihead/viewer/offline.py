@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,12 +49,11 @@ class PackedArrays:
         self.contents[name] = content
         self.descriptions[name] = description
 
-    def start_group(self) -> PackedArrays:
-        """Return an empty group with the room that is left here, for arrays that may not all fit; see `add_group`."""
-        return PackedArrays(self.max_bytes, self.num_bytes)
-
-    def add_group(self, group: PackedArrays) -> None:
-        """Add the arrays of a group that `start_group` returned."""
+    @contextmanager
+    def adding_all_or_none(self) -> Iterator[PackedArrays]:
+        """Yield a group with the room that is left here; its arrays are added when the block ends without an error."""
+        group = PackedArrays(self.max_bytes, self.num_bytes)
+        yield group
         self.num_bytes = group.num_bytes
         self.contents |= group.contents
         self.descriptions |= group.descriptions
@@ -74,24 +74,17 @@ def answers_in_file(view: Mapping[str, Any], samples: Sequence[Mapping[str, Any]
 
 
 def offline_page(
-    answers: Mapping[str, Mapping[str, Any]],
-    arrays: PackedArrays,
-    *,
-    title: str,
-    lang: str,
-    fragment: str = "",
-    note: str = "",
+    answers: Mapping[str, Mapping[str, Any]], arrays: PackedArrays, *, fragment: str = "", note: str = ""
 ) -> bytes:
-    """Write the viewer's page with the data that it requests.
+    """Write the viewer's page with the data that it requests, under the title of its first record.
 
     Args:
         answers: the result of `answers_in_file`.
         arrays: the stored arrays.
-        title: the title of the window.
-        lang: the language of the page.
         fragment: the part of the page's address after "#" with which the file opens.
         note: a sentence at the top of the page; "" for none.
     """
+    lang, first = answers["view"]["lang"], answers["view"]["runs"][0]
     held = {
         "plain": answers,
         "arrays": arrays.descriptions,
@@ -106,7 +99,7 @@ def offline_page(
         "view",
         lang,
         offline={
-            "title": title,
+            "title": first["title"] or first["name"],
             "note": note,
             "style": Markup(viewer_style()),
             "script": Markup(source),

@@ -12,7 +12,7 @@ import json
 import math
 import posixpath
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import metadata, resources
 from itertools import chain
@@ -190,32 +190,25 @@ def render_heads_page(folder: str, texts_section: str, lang: str, *, data: Mappi
     )
 
 
-def render_viewer_page(
-    folder: str,
-    lang: str,
-    *,
-    sections: Sequence[str] = (),
-    styles: Sequence[str] = (),
-    offline: Mapping[str, Any] | None = None,
-) -> str:
+def render_viewer_page(folder: str, lang: str, offline: Mapping[str, Any] | None = None) -> str:
     """Render the page of the viewer or of `multihead try` as HTML.
 
     Args:
         folder: the folder of the page's template in `viewer/static`: "view" or "try".
         lang: the language of the page.
-        sections: the sections of further texts, besides those of the viewer's page.
-        styles: the paths of the style sheets that the page loads from its server.
-        offline: what a page in one file has: see `offline.offline_page`; None for a page with a server.
+        offline: what a page in one file has: see `offline.offline_page`; None for a page that loads its script and
+            style sheets from a server.
     """
     from markupsafe import Markup
 
-    words = section(lang, "common", "page", "viewer", *sections)
+    own = [] if folder == "view" else [folder]  # besides the texts and style sheets of the viewer's page
+    words = section(lang, "common", "page", "viewer", *own)
     return load_template(f"viewer/static/{folder}/index.html").render(
         folder=folder,
         lang="zh-CN" if lang == "zh" else lang,
         words=words,
         texts=Markup(json_in_script(words)),
-        styles=styles,
+        styles=[] if offline else [*STYLE_SHEETS, *(f"{each}/{each}.css" for each in own)],
         offline=offline,
     )
 

@@ -133,10 +133,9 @@ def _encode_pooled_maps(
         _add_pooled_maps(arrays, number, small, samples[number], rounding) for number, small in found.items()
     ]
     with suppress(PageFullError):
-        margins = arrays.start_group()
-        for number, one in samples.items():
-            _add_margins(margins, number, one)
-        arrays.add_group(margins)
+        with arrays.adding_all_or_none() as margins:
+            for number, one in samples.items():
+                _add_margins(margins, number, one)
         if has_weights:
             _add_largest_weights(samples, store, rounding, report)
     store.largest_rounding_error = rounding.largest
@@ -176,14 +175,14 @@ def _add_weights_of_queries(
     bits: int,
 ) -> None:
     """Add each query's `number` largest weights as `encode` returns them for a layer, one string per head."""
-    group, done, total = store.arrays.start_group(), 0, _count_heads(samples)
-    for layer, one in samples.items():
-        shape = [one.num_queries, min(number, one.num_keys)]
-        for head, content in enumerate(encode(one)):
-            group.add(f"0/{layer}/{head} largest", content, shape=shape, coding=f"root{bits}", keys=one.num_keys)
-        done += one.num_heads
-        report(done, total)
-    store.arrays.add_group(group)
+    done, total = 0, _count_heads(samples)
+    with store.arrays.adding_all_or_none() as group:
+        for layer, one in samples.items():
+            shape = [one.num_queries, min(number, one.num_keys)]
+            for head, content in enumerate(encode(one)):
+                group.add(f"0/{layer}/{head} largest", content, shape=shape, coding=f"root{bits}", keys=one.num_keys)
+            done += one.num_heads
+            report(done, total)
     store.mode, store.weights_per_query, store.bits_per_weight = "largest", number, bits
 
 

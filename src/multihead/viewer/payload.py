@@ -199,9 +199,7 @@ def describe_sample(
     heads, ids = [len(one.kinds) for one in profiles], [one["id"] for one in columns]
     return {
         "lead": lead_sentence(record, profiles, main.length, sample=sample, lang=lang),
-        "facts": facts_of_record(
-            record, profiles, main.length, [each.length for each in others], sample=sample, lang=lang
-        ),
+        "facts": facts_of_record(record, profiles, [each.length for each in (main, *others)], sample=sample, lang=lang),
         "pattern": name_masks(profiles, lang),
         "texts": [each.layout for each in shown],
         "received": _attention_received_per_token(record, layers, sample, main.length),

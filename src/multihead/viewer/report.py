@@ -217,7 +217,7 @@ def _render_page(described: dict[str, Any], run: dict[str, Any], store: StoredMa
         "precision": locale("viewer.within", lang, rounding=format_rounding_error(store.largest_rounding_error)),
     }
     sample = described | {"layers": layers, "noMaps": "" if store.mode != "none" else described["noMaps"] or stored}
-    return offline_page(answers_in_file(view, [sample]), store.arrays, title=run["title"], lang=lang)
+    return offline_page(answers_in_file(view, [sample]), store.arrays)
 
 
 def sentence_on_stored_maps(store: StoredMaps, *, max_bytes: int, lang: str) -> str:

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from multihead.errors import InputError, MultiheadError
 from multihead.probes.blocks import CancelledError
-from multihead.viewer.page import STYLE_SHEETS, render_viewer_page
+from multihead.viewer.page import render_viewer_page
 from multihead.viewer.query_params import NotFoundError, NotReadyError
 from multihead.viewer.security import SECURITY_HEADERS, json_error_response
 
@@ -39,10 +39,7 @@ STATUS_CLIENT_GONE = 499
 
 def page_response(lang: str, folder: str = "view") -> Response:
     """Return the HTML page of the viewer, "view", or of `multihead try`, "try", in a language."""
-    own = () if folder == "view" else (folder,)  # besides the texts and styles of the viewer
-    styles = [*STYLE_SHEETS, *(f"{each}/{each}.css" for each in own)]
-    html = render_viewer_page(folder, lang, sections=own, styles=styles)
-    return Response(html, media_type=DOWNLOAD_MEDIA_TYPES["html"])
+    return Response(render_viewer_page(folder, lang), media_type=DOWNLOAD_MEDIA_TYPES["html"])
 
 
 def file_response(folder: str, name: str) -> Response:

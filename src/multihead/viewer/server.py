@@ -6,7 +6,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -80,10 +80,8 @@ def serve(site: WebSite, *, token: str, port: int = 0, ready: Callable[[str], No
         options: dict[str, Any] = {"server_header": False, "date_header": False, "proxy_headers": False, "ws": "none"}
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, **options)
         ready(f"http://127.0.0.1:{port}/{token}/")
-        try:
+        with suppress(KeyboardInterrupt):  # the server has shut down already
             _CancellingServer(config, site).run(sockets=[taken])
-        except KeyboardInterrupt:
-            return  # the server has shut down already
 
 
 class _CancellingServer(uvicorn.Server):

@@ -134,8 +134,7 @@ def shared_page(
     names = [f"L{one.layer_number} H{one.head}" for one in heads]
     depth = text("viewer.share level all" if level == 0 else "viewer.share level", lang, n=1 << level)
     note = text("viewer.share file", lang, heads=text("common.join.comma", lang).join(names), level=depth)
-    title = str(runs[0]["title"] or runs[0]["name"])
-    return offline_page(answers, arrays, title=title, lang=lang, fragment=fragment, note=note)
+    return offline_page(answers, arrays, fragment=fragment, note=note)
 
 
 def name_shared_file(title: str, heads: Sequence[SharedHead]) -> str:
@@ -211,22 +210,21 @@ def _add_whole_levels(arrays: PackedArrays, heads: Sequence[SharedHead]) -> int:
     """Add complete levels of all heads, the coarsest first, as long as they fit; return the finest level added."""
     deepest = [number_of_levels(one.sample.num_queries, one.sample.num_keys) for one in heads]
     for level in reversed(range(max(deepest))):
-        added = arrays.start_group()
-        for depth, one in zip(deepest, heads, strict=True):
-            if level >= depth:
-                continue
-            # A float32 takes about three bytes as base64 of deflated planes; a level estimated to be too large is not
-            # computed.
-            if 3 * (one.sample.num_queries >> level) * (one.sample.num_keys >> level) > 2 * arrays.max_bytes:
-                return level + 1
-            rows, columns = (tiles_per_side(length, level) for length in (one.sample.num_queries, one.sample.num_keys))
-            places = product(range(rows), range(columns))
-            missing = (at for at in places if f"{one.name} {level} {at[0]} {at[1]} 1" not in arrays.contents)
-            try:
-                _add_tiles(added, one, level, missing)
-            except PageFullError:
-                return level + 1
-        arrays.add_group(added)
+        try:
+            with arrays.adding_all_or_none() as added:
+                for depth, one in zip(deepest, heads, strict=True):
+                    if level >= depth:
+                        continue
+                    # A float32 takes about three bytes as base64 of deflated planes; a level estimated to be too large
+                    # is not computed.
+                    queries, keys = one.sample.num_queries, one.sample.num_keys
+                    if 3 * (queries >> level) * (keys >> level) > 2 * arrays.max_bytes:
+                        raise PageFullError
+                    places = product(range(tiles_per_side(queries, level)), range(tiles_per_side(keys, level)))
+                    missing = (at for at in places if f"{one.name} {level} {at[0]} {at[1]} 1" not in arrays.contents)
+                    _add_tiles(added, one, level, missing)
+        except PageFullError:
+            return level + 1
     return 0
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import normalize
+from torch.nn.utils.rnn import pad_sequence
 
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.interventions.ablate import scale_heads
@@ -618,11 +619,7 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 def _padded_batch(loaded: LoadedModel, rows: Sequence[EncodedText]) -> dict[str, Tensor]:
     """Return the arguments of the model for texts of several lengths, padded on the right, (rows, tokens) each."""
     arguments = [loaded.arguments(row) for row in rows]
-    longest = max(row.ids.shape[1] for row in rows)
-    return {
-        name: torch.cat([pad(each[name], (0, longest - each[name].shape[1])) for each in arguments])
-        for name in arguments[0]
-    }
+    return {name: pad_sequence([each[name][0] for each in arguments], batch_first=True) for name in arguments[0]}
 
 
 def _losses_after_none(losses: Tensor) -> list[float | None]:

@@ -13,6 +13,7 @@ import traceback
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -111,10 +112,8 @@ def shared_server(runs: Sequence[RecordedRun], lang: str) -> InProcessServer:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    try:
+    with closing(loop):
         loop.run_forever()
-    finally:
-        loop.close()
 
 
 def _stop_loop(viewer: Viewer, loop: asyncio.AbstractEventLoop) -> None:

@@ -79,24 +79,16 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
     maps = {at: _small_map(ones[at[0]], at[1]) for at in heads}
     side = max(max(each.shape) for each in maps.values())
     high, wide = side + (2 if whole else 7), side + 2  # if only some heads are shown, each map has a name above it
-    tiles = np.full((rows * high, across * wide), np.nan)
-    inside = np.zeros(tiles.shape, dtype=bool)
-    places = {}
-    for count, at in enumerate(heads):
-        row, column = at if whole else divmod(count, across)
-        places[at] = row * high + high - side - 1, column * wide + 1
-        part = tuple(slice(start, start + length) for start, length in zip(places[at], maps[at].shape, strict=True))
-        tiles[part], inside[part] = maps[at], True
     single = all(one is None or max(one.num_queries, one.num_keys) <= MAX_CELLS_PER_MAP_SIDE for one in ones)
-    end = end_of_color_scale(tiles, single=single)
+    end = end_of_color_scale(np.concatenate([each.ravel() for each in maps.values()]), single=single)
     size = min(1.0, 10 / across)
     figure, ax = plt.subplots(figsize=(0.6 + across * size, 0.4 + rows * size), layout="constrained")
-    shades = report_colormap()(np.sqrt(np.clip(np.nan_to_num(tiles) / end, 0, 1)))
-    shades[np.isnan(tiles)] = report_colormap().get_bad()
-    shades[~inside] = 1
-    ax.imshow(shades, interpolation="nearest")
-    ax.set_axis_off()
-    for (place, head), (top, left) in places.items():
+    shades = np.ones((rows * high, across * wide, 4))  # white around the maps
+    for count, (place, head) in enumerate(heads):
+        row, column = (place, head) if whole else divmod(count, across)
+        top, left = row * high + high - side - 1, column * wide + 1
+        drawn = report_colormap()(np.sqrt(np.clip(maps[place, head].astype(np.float64) / end, 0, 1)))
+        shades[top : top + drawn.shape[0], left : left + drawn.shape[1]] = drawn
         layer = record.layers[place].number
         if not whole:
             ax.text(left, top - 1, f"L{layer} H{head}", fontsize=7, va="bottom", ha="left")
@@ -105,6 +97,8 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
             ax.text(-1, top + side / 2, f"L{layer}", fontsize=7, va="center", ha="right")
         if place == 0:
             ax.text(left + side / 2, -1, f"H{head}", fontsize=7, va="bottom", ha="center")
+    ax.imshow(shades, interpolation="nearest")
+    ax.set_axis_off()
     key = "widget.maps" if whole else "widget.some maps"
     return _png_in_few_colours(figure), text(key, lang, n=len(heads), end=f"{100 * end:.3g} %")
 
