@@ -390,7 +390,9 @@ class TestTokens:
         assert together(encoded) == "".join(TEXT.split())
         assert encoded.special == [True, *[False] * (len(encoded.tokens) - 2), True]
         assert encoded.special_ids == [101, 102]
-        assert encoded.mask.tolist() == [[1] * encoded.ids.shape[1]]
+        arguments = minilm.arguments(encoded)
+        assert torch.equal(arguments["input_ids"], encoded.ids)
+        assert arguments["attention_mask"].tolist() == [[1] * encoded.ids.shape[1]]
 
     def test_a_text_is_cut_to_so_many_tokens_and_keeps_the_marks_around_it(self, minilm: LoadedModel) -> None:
         whole, cut = encode(minilm, TEXT), encode(minilm, TEXT, tokens=6)

@@ -97,9 +97,8 @@ def _weights_before_dropout(request: AttentionRequest, *, average: bool = False)
         # Hidden NaN is replaced first: it would reach the gradient of the weights, where 0 * NaN is summed.
         request, bad_rows = replace_nonfinite(request, bounds_of(request))
         q, k, bias = request.q, request.k, request.dense_bias
-        if (
-            is_traced()
-        ):  # torch.func and torch.jit.trace take no such autograd.Function; a compiler decides what to keep
+        # torch.func and torch.jit.trace do not support such an autograd.Function; a compiler decides what to keep.
+        if is_traced():
             weights = _softmax_of_heads(q, k, bias, hidden_cells(request), request.scale, slice(None))
             weights = weights.mean(1) if average else weights
         else:

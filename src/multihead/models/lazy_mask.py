@@ -22,7 +22,6 @@ from multihead.masks import Full, Keep, Mask
 from multihead.models.mask_functions import MaskExtent
 
 _KEYS_AXIS = 3
-_FULL_MASK = Full()
 # names of tensor operations besides views whose result on masks is a mask
 _MASK_OPS = re.compile(
     r"index(_select)?|gather|_unsafe_view|clone|repeat|cat|stack|constant_pad_nd|flip|roll|_to_copy"
@@ -172,5 +171,5 @@ class LazyMask(BooleanMask):
 def _adds_only_full_masks(terms: tuple[Any, ...]) -> bool:
     """Whether every mask among the terms of a sum hides nothing, so that it can be added to scores as 0."""
     scores = [each for each in terms if not isinstance(each, LazyMask)]
-    shown = all(each.mask == _FULL_MASK for each in terms if isinstance(each, LazyMask))
+    shown = all(each.mask == Full() for each in terms if isinstance(each, LazyMask))
     return shown and all(isinstance(each, Tensor) and each.is_floating_point() for each in scores) and bool(scores)

@@ -42,7 +42,6 @@ _GENERATING_MODEL_NAME = re.compile("ConditionalGeneration|LMHead|MTModel")
 _AUTO_CLASSES: tuple[str, ...] = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 _REPLACEMENT_CHARACTER = "\ufffd"  # the replacement character, to which incomplete UTF-8 is decoded
 _HOW_TO_SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
-_GGUF_PACKAGES = ("gguf", "accelerate")
 # largest number of missing weights that an error names; BERT's output head for masked tokens has six
 _MAX_LISTED_MISSING_WEIGHTS = 6
 
@@ -139,8 +138,8 @@ class LoadedModel:
 
     def arguments(self, encoded: EncodedText) -> dict[str, Tensor]:
         """Return the arguments with which to call `encoder_or_model` on a text."""
-        device = next(self.model.parameters()).device
-        return {"input_ids": encoded.ids.to(device), "attention_mask": encoded.mask.to(device)}
+        ids = encoded.ids.to(next(self.model.parameters()).device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # a single text has no padding
 
     def audio_arguments(self, samples: NDArray[np.float32], rate: int) -> dict[str, Tensor]:
         """Return the arguments with which to call `encoder_or_model` on audio.
@@ -188,11 +187,6 @@ class EncodedText:
     unknown: list[bool]
     offsets: list[tuple[int, int]]
     gaps: list[str | None] | None = None
-
-    @property
-    def mask(self) -> Tensor:
-        """The attention mask of the text, which has no padding: (1, tokens), int64, all 1."""
-        return torch.ones_like(self.ids)
 
     @property
     def end_of_last_token(self) -> int:
@@ -487,7 +481,7 @@ def _from_pretrained_arguments(found: FoundModel) -> dict[str, str]:
     file = found.file
     source = {"pretrained_model_name_or_path": found.name if file is None else str(file.parent)}
     if file is not None and file.name != "config.json":
-        require(*_GGUF_PACKAGES, purpose=f"{found.name} is a GGUF file, and reading it", extra="gguf")
+        require("gguf", "accelerate", purpose=f"{found.name} is a GGUF file, and reading it", extra="gguf")
         source["gguf_file"] = file.name
     return source
 

@@ -45,11 +45,9 @@ def number_formatter(tensor: Tensor) -> Callable[[float], str]:
     if not tensor.is_floating_point():
         return lambda value: str(int(value))
     finite = tensor[tensor.isfinite()].double()
-    needed = MAX_DECIMALS
-    for decimals in range(1, MAX_DECIMALS):
-        if bool(((finite - finite.round(decimals=decimals)).abs() < 1e-9).all()):
-            needed = decimals
-            break
+    fewer = range(1, MAX_DECIMALS)
+    exact = (n for n in fewer if bool(((finite - finite.round(decimals=n)).abs() < 1e-9).all()))
+    needed = next(exact, MAX_DECIMALS)
     # Adding 0.0 turns a rounded -0.0 into 0.0.
     return lambda value: f"{round(value, needed) + 0.0:.{needed}f}"
 

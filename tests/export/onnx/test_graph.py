@@ -31,8 +31,8 @@ def test_a_name_that_is_taken_gets_a_number() -> None:
 
 def test_a_list_of_integers_and_a_range_are_added_once() -> None:
     graph = Graph()
-    assert graph.add_integers(1, 2) == graph.add_integers(1, 2) != graph.add_integers(1)
-    assert graph.range_up_to(graph.add_integers(1)) == graph.range_up_to(graph.add_integers(1))
+    assert graph.add_integers((1, 2)) == graph.add_integers((1, 2)) != graph.add_integers((1,)) != graph.add_integers(1)
+    assert graph.range_up_to(graph.add_integers((1,))) == graph.range_up_to(graph.add_integers((1,)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,8 +24,8 @@ _ONNX_TYPES = {
     torch.bool: "BOOL",
 }
 
-# An input of a node: the name of a value, "" for an omitted one, or integers that become a constant.
-Input: TypeAlias = "str | tuple[int, ...]"
+# An input of a node: the name of a value, "" for an omitted one, or an integer or integers that become a constant.
+Input: TypeAlias = "str | int | tuple[int, ...]"
 
 
 class Graph:
@@ -52,7 +51,7 @@ class Graph:
         self._inputs: list[ValueInfoProto] = []
         self._outputs: list[ValueInfoProto] = []
         self._used_names: set[str] = set()
-        self._integer_constants: dict[tuple[int, ...], str] = {}
+        self._integer_constants: dict[int | tuple[int, ...], str] = {}
         self._range_values: dict[str, str] = {}
 
     def add_input(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> str:
@@ -77,8 +76,8 @@ class Graph:
         self._constants.append(constant)
         return name
 
-    def add_integers(self, *values: int) -> str:
-        """Add a list of integers, such as shapes and axes; equal lists share one constant."""
+    def add_integers(self, values: int | tuple[int, ...]) -> str:
+        """Add an integer or a list of integers, such as a shape; equal ones share one constant."""
         if values not in self._integer_constants:
             self._integer_constants[values] = self.add_constant(torch.tensor(values, dtype=torch.int64), name="ints")
         return self._integer_constants[values]
@@ -91,7 +90,7 @@ class Graph:
         self, operator: str, *inputs: Input, names: Sequence[str], **attributes: Any
     ) -> list[str]:
         """Add a node with several outputs, which have these names."""
-        values = [each if isinstance(each, str) else self.add_integers(*each) for each in inputs]
+        values = [each if isinstance(each, str) else self.add_integers(each) for each in inputs]
         outputs = [self._unique_name(name) for name in names]
         self._nodes.append(self._onnx.helper.make_node(operator, values, outputs, **attributes))
         return outputs
@@ -107,9 +106,7 @@ class Graph:
     def range_up_to(self, count: str) -> str:
         """Add a node that returns 0, 1, 2, ... count - 1, where count is int64 (1,)."""
         if count not in self._range_values:
-            self._range_values[count] = self.add_node(
-                "Range", self._constant_zero, self.add_node("Squeeze", count), self._constant_one
-            )
+            self._range_values[count] = self.add_node("Range", 0, self.add_node("Squeeze", count), 1)
         return self._range_values[count]
 
     def build_model(
@@ -125,14 +122,6 @@ class Graph:
         model.producer_name, model.producer_version = "multihead", version
         helper.set_model_props(model, dict(metadata or {}))
         return model
-
-    @cached_property
-    def _constant_zero(self) -> str:
-        return self.add_constant(torch.tensor(0), name="zero")
-
-    @cached_property
-    def _constant_one(self) -> str:
-        return self.add_constant(torch.tensor(1), name="one")
 
     def _value_info(self, name: str, dtype: torch.dtype, sizes: Sequence[str | int | None]) -> ValueInfoProto:
         declared: ValueInfoProto = self._onnx.helper.make_tensor_value_info(name, self._tensor_type(dtype), list(sizes))

@@ -49,7 +49,7 @@ class PositionValues:
         if isinstance(start, Tensor):
             first = graph.add_constant(start.to(torch.int64).reshape(-1, 1, 1, 1), name="query_start")
         elif isinstance(start, int):
-            first = graph.add_integers(start)
+            first = graph.add_integers((start,))
         elif start == "end":
             first = graph.add_node("Sub", num_keys, num_queries, name="query_start")
         else:
@@ -93,7 +93,7 @@ def export_mask(graph: Graph, mask: Mask, positions: PositionValues) -> str:
 
 def _after_leading_keys(graph: Graph, mask: LeadingKeys, positions: PositionValues) -> str:
     """Add nodes for a LeadingKeys: every query sees the leading keys; the inner mask covers the others."""
-    count = graph.add_integers(mask.count)
+    count = graph.add_integers((mask.count,))
     inner = PositionValues(
         graph.add_node("Sub", positions.queries, count, name="positions"),
         graph.add_node("Sub", positions.keys, count, name="columns"),

@@ -114,8 +114,7 @@ def _check_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
         _check_past(layer, inputs)
     if "memory" in inputs:
         return
-    needless = [name for name in ("values", "memory_lengths") if name in inputs]
-    if needless:
+    if needless := [name for name in ("values", "memory_lengths") if name in inputs]:
         raise ArgumentError(
             f"{needless[0]} is an input, and memory is not.", 'Give inputs=("x", "memory", ...) for cross-attention.'
         )
@@ -129,8 +128,7 @@ def _check_inputs(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
 
 def _check_past(layer: MultiHeadAttention, inputs: Sequence[str]) -> None:
     """Reject inputs and options that the operator Attention does not support together with past keys and values."""
-    others = [name for name in ("memory", "lengths", "query_start") if name in inputs]
-    if others:
+    if others := [name for name in ("memory", "lengths", "query_start") if name in inputs]:
         raise ArgumentError(
             f"past and {others[0]} are both inputs.",
             "Remove one of them: with past, the keys are the past keys followed by the keys of x, without padding.",
