@@ -13,7 +13,6 @@ from multihead.errors.arguments import join_first
 from multihead.models.coverage import require_attention_interface, uses_attention_interface
 from multihead.models.pretrained import pretrained_models
 
-_MAX_LISTED_LAYERS = 6  # largest number of layers that an error names
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads_per_layer", "h")
 _HEAD_NAME = re.compile(r"[Ll](\d+)(?:\s*[Hh](\d+))?")
 _HEAD_ADVICE = 'Give for example "L17 H4", (17, 4), "L17" for a layer, a list of them, or what seen.find(...) returns.'
@@ -163,7 +162,7 @@ def _check_key_exists(model: nn.Module, key: HeadKey, layers: list[AttentionLaye
         if len(named) != 1:
             raise ArgumentError(
                 f"The model has {len(named) or 'no'} attention layers {key.layer!r}.",
-                f"Its layers are {join_first([each.name for each in layers], _MAX_LISTED_LAYERS)}.",
+                f"Its layers are {join_first([each.name for each in layers], 6)}.",
             )
         key, most = HeadKey(named[0].name + sign + count, key.head), named[0].num_heads
     else:
