@@ -181,20 +181,15 @@ def _sees_only_own_keys(mask: Mask, segment: Segment, later: Segment) -> bool:
 
 
 def _shared_mask(segment: Segment, later: Segment) -> Mask | None:
-    """Return the mask of two segments if it is equal for both and hides later keys; else None."""
-    masks = [_canonical_mask(each.request) for each in (segment, later)]
+    """Return the mask of two segments if it is equal for both, depends on distances only and hides later keys."""
+    mask, other = (_canonical_mask(each.request) for each in (segment, later))
     within = all(
         int(each.request.query_start) + each.num_queries <= each.request.shape.key_length for each in (segment, later)
     )
-    return masks[0] if within and masks[0] == masks[1] and _is_valid_across_calls(masks[0]) else None
+    return mask if within and mask == other and mask.translation_invariant and mask.sees_no_later_key else None
 
 
 def _canonical_mask(request: AttentionRequest) -> Mask:
     """Return the mask of a call, or `Causal()` for a single query at the end of its keys with a full mask."""
     at_end = request.shape.query_length == 1 and int(request.query_start) + 1 == request.shape.key_length
     return Causal() if at_end and request.mask.hides_nothing else request.mask
-
-
-def _is_valid_across_calls(mask: Mask) -> bool:
-    """Whether a mask stays valid when later calls are merged: it depends only on distances and hides later keys."""
-    return mask.translation_invariant and mask.sees_no_later_key

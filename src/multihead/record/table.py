@@ -103,13 +103,10 @@ def head_rows(layer: int, name: str, num_heads: int, summary: Mapping[str, Tenso
     >>> head_rows(3, "attention", 2, {"entropy": torch.tensor([0.5, 1.5])})[1]
     {'layer': 3, 'head': 1, 'name': 'attention', 'entropy': 1.5}
     """
-    rows = []
-    for head in range(num_heads):
-        row: dict[str, Any] = {"layer": layer, "head": head, "name": name}
-        for each, values in summary.items():
-            row[each] = float(values[head])
-        rows.append(row)
-    return rows
+    return [
+        {"layer": layer, "head": head, "name": name, **{each: float(values[head]) for each, values in summary.items()}}
+        for head in range(num_heads)
+    ]
 
 
 def _descending_sort_key(value: float | None) -> float:
