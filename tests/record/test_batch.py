@@ -23,7 +23,7 @@ from multihead.layer.cache import KeyValueCache
 from multihead.masks.positions import SampleSpan
 from multihead.probes import ProbeContext
 from multihead.probes.tile import tile
-from multihead.record.batch import BatchRows, hide_padding_queries, range_of_true, slice_call, spans_of_call
+from multihead.record.batch import BatchRows, hide_padding_queries, slice_call, spans_of_call, true_range_per_row
 from multihead.record.sample import SampleRecord
 from tests.families import batch_of, family
 from tests.kernel_names import needs_native
@@ -291,7 +291,8 @@ def test_a_sample_knows_whether_its_keys_are_all_that_its_queries_see() -> None:
     ("flags", "expected"), [([0, 1, 0, 1, 0], (1, 4)), ([1, 1], (0, 2)), ([0, 0], (0, 0)), ([], (0, 0))]
 )
 def test_a_hull_reaches_from_the_first_to_behind_the_last(flags: list[int], expected: tuple[int, int]) -> None:
-    assert range_of_true(torch.tensor(flags, dtype=torch.bool)) == expected
+    first, end = true_range_per_row(torch.tensor([flags, flags], dtype=torch.bool))
+    assert (first.tolist(), end.tolist()) == ([expected[0]] * 2, [expected[1]] * 2)
 
 
 def test_nobody_hears_of_a_cut() -> None:

@@ -462,9 +462,9 @@ def spans_of_call(
     bounds, batch, columns = bounds_of(request), shape.batch, shape.key_length
     stop, seeing = (each.expand(batch, -1) for each in (bounds.stop, ~bounds.sees_nothing))  # (batch, queries)
     if queries is not None:
-        first, end = _true_range_per_row(queries)
+        first, end = true_range_per_row(queries)
     else:
-        end = _true_range_per_row(seeing)[1]
+        end = true_range_per_row(seeing)[1]
         end = torch.where(end > 0, end, shape.query_length)
         first = torch.zeros_like(end)
     row = torch.arange(shape.query_length, device=shape.device)
@@ -473,7 +473,7 @@ def spans_of_call(
     last = torch.where(counted.any(1), _largest_where_counted(stop, counted), none)
     first_key, end_key = torch.zeros_like(last), last
     if keys is not None:
-        first_key, end_key = _true_range_per_row(keys)
+        first_key, end_key = true_range_per_row(keys)
         end_key = first_key.maximum(end_key.minimum(last))
     # A row's statistics are valid for its sample if the row sees only keys of that sample.
     real = counted if queries is None else counted & queries
@@ -504,7 +504,7 @@ def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def _true_range_per_row(flags: Tensor) -> tuple[Tensor, Tensor]:
+def true_range_per_row(flags: Tensor) -> tuple[Tensor, Tensor]:
     """Return per row the index of the first True and the index after the last True; (0, 0) if all are False.
 
     Args:
@@ -521,16 +521,6 @@ def _largest_where_counted(values: Tensor, counted: Tensor) -> Tensor:
     # one more column, so that no row is empty
     padded = torch.nn.functional.pad(values.masked_fill(~counted, 0), (1, 0))
     return padded.amax(1)
-
-
-def range_of_true(flags: Tensor) -> tuple[int, int]:
-    """Return the index of the first True and the index after the last True of (n,) bool; (0, 0) if all are False.
-
-    >>> range_of_true(torch.tensor([False, True, False, True, False]))
-    (1, 4)
-    """
-    found = flags.nonzero().flatten()
-    return (int(found[0]), int(found[-1]) + 1) if found.numel() else (0, 0)
 
 
 def slice_call(call: AttentionCall, span: SampleSpan) -> AttentionCall:
