@@ -296,6 +296,22 @@ class TestSpecialTokens:
         sample = seen.layers[0].sample(1)
         torch.testing.assert_close(sample.statistics["special_mass"], sample.weights()[..., 3])
 
+    def test_a_model_of_ones_own_with_a_decoder_needs_no_method_for_its_encoder(self) -> None:
+        class Translator(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.cross = mh.MultiHeadAttention(embed_dim=16, num_heads=2)
+
+            def forward(self, encoded: Tensor, decoder_input_ids: Tensor) -> Tensor:
+                return self.cross(torch.zeros(*decoder_input_ids.shape, 16), encoded)
+
+        model = Translator()
+        with mh.observe(model, special_ids=[1]) as seen:
+            model(torch.randn(1, 5, 16), torch.tensor([[1, 2, 3]]))
+        sample = seen.layers[0].sample()
+        assert (sample.num_queries, sample.num_keys) == (3, 5)
+        assert "special_mass" not in sample.statistics
+
 
 def test_padding_between_tokens_counts_nowhere() -> None:
     model, batch = family("bert"), batch_of("bert")

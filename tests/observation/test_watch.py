@@ -212,6 +212,10 @@ def test_a_step_inside_a_step_and_a_model_without_attention_are_rejected() -> No
     plain = mh.Watch(nn.Linear(2, 2))
     with pytest.raises(ModelError), plain:
         plain.model(torch.zeros(1, 2))
+    unknown = mh.Watch(Model(), layers="decoder")
+    for _ in range(2):  # the second step is not told that the first one is still running
+        with pytest.raises(ModelError, match="matches no module"), unknown:
+            pass
 
 
 def test_factors_bring_the_largest_score_down_to_the_threshold(tmp_path: Path) -> None:

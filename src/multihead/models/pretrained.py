@@ -188,7 +188,7 @@ class InputTracker:
             if f"{name}.".startswith(model.prefix) and model.is_encoder_decoder:
                 if model.newest_inputs.ids is not None:
                     return model.newest_inputs
-                encoder = model.module.get_encoder()
+                encoder = getattr(model.module, "get_encoder", lambda: None)()  # a model of one's own may lack it
                 return next(
                     (each.newest_inputs for each in self._models if each.module is encoder), model.newest_inputs
                 )

@@ -119,10 +119,11 @@ class Watch:
     def __enter__(self) -> Watch:
         if self._stack is not None:
             raise ArgumentError("The watch is already in a step.", "End one step before the next one begins.")
-        self._stack = ExitStack()
-        if self.due:
-            context = observe(self.model, layers=self.layers, probes=self.probes, keep="summary")
-            self._record = self._stack.enter_context(context)
+        with ExitStack() as stack:
+            if self.due:
+                context = observe(self.model, layers=self.layers, probes=self.probes, keep="summary")
+                self._record = stack.enter_context(context)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
