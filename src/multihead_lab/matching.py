@@ -212,7 +212,7 @@ def _draw_candidates(
 def _match_rates(
     content: KeyContent, noise: float, columns: int, parts: int, candidates: int, trials: int, seed: int
 ) -> tuple[float, ...]:
-    """Return the shares of trials found by the long row, by all short rows, and by the short rows with content."""
+    """Return how often a vector finds its partner as one row, as several short rows, and by those with content."""
     generator = torch.Generator().manual_seed(seed)
     keys = _draw_candidates(content, columns, candidates, trials, generator)
     width = columns // parts

@@ -134,7 +134,7 @@ class LookupTask(Task):
         return float((logits.argmax(-1) == batch.answers).all(1).double().mean())
 
     def measure_heads(self, model: nn.Module, batch: TaskBatch) -> tuple[HeadMeasurement, ...]:
-        """Measure the share of each head's weight on the facts in question, which come first in the picture."""
+        """Measure the share of each head's weight on the facts that the question asks for, which come first."""
         (weights,), (means,) = _observe_model(model, batch)
         weights = weights[:, :, 0]  # (batch, heads, facts): the question is the only query
         in_question = torch.zeros(len(weights), self.facts_per_row, dtype=torch.bool).scatter(
@@ -142,7 +142,7 @@ class LookupTask(Task):
         )
         others = (~in_question).nonzero()[:, 1].view(len(weights), -1)
         places = torch.cat([batch.targets, others], 1)
-        ordered = weights.gather(2, places[:, None].expand_as(weights))  # the facts in question first
+        ordered = weights.gather(2, places[:, None].expand_as(weights))  # facts asked for come first
         shares = ordered.mean(0)  # (heads, facts)
         names = ("first lookup", "second lookup")[: self.lookups_per_question]
         measures = {name: shares[:, place] for place, name in enumerate(names)}

@@ -216,11 +216,11 @@ class _InterventionState:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _InterventionState) or self.settings != other.settings:
             return False
-        return self._heads_by_name(other) == other._heads_by_name(self)
+        return self._factors_by_layer_name(other.layers) == other._factors_by_layer_name(self.layers)
 
-    def _heads_by_name(self, other: _InterventionState) -> dict[tuple[int | str, int | None], float]:
-        """Return (name of the layer, head) -> factor; a layer that ran in neither block keeps its number."""
-        names = {number: name for layers in (other.layers, self.layers) for name, number in layers.items()}
+    def _factors_by_layer_name(self, more_layers: Mapping[str, int]) -> dict[tuple[int | str, int | None], float]:
+        """Return (name of the layer, head) -> factor; a layer in neither list of layers keeps its number."""
+        names = {number: name for layers in (more_layers, self.layers) for name, number in layers.items()}
         return {
             (key.layer if isinstance(key.layer, str) else names.get(key.layer, key.layer), key.head): factor
             for key, factor in self.heads.items()
