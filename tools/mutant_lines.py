@@ -356,7 +356,7 @@ MUTANTS = (
            "*(inputs.get(need) for need in sorted(each.needs))", "",
            ("tests/record/analysis/test_chance.py", "-k", "share_what_was_computed")),
     Mutant("chance", "a later block of queries begins at the first position", "record/analysis/chance.py",
-           "query_start=int(request.query_start) + first)", "query_start=int(request.query_start))",
+           "query_start=int(request.query_start) + rows.start)", "query_start=int(request.query_start))",
            ("tests/record/analysis/test_chance.py", "-k", "blocks_of_queries")),
     Mutant("kinds", "cross-attention has previous tokens", "record/analysis/highlights.py",
            "if not (cross_attention and kind.self_attention_only)", "if True",

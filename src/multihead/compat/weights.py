@@ -27,6 +27,7 @@ from multihead.kernels.dense_tile import hidden_cells, visible_cells, without_au
 from multihead.kernels.nonfinite import replace_nonfinite
 from multihead.kernels.per_head import MAX_WEIGHTS_PER_TILE
 from multihead.kernels.plan.bounds import bounds_of
+from multihead.tensors.shapes import consecutive_slices
 from multihead.tensors.tracing import is_traced
 
 
@@ -183,7 +184,7 @@ def _groups_of_heads(q: Tensor, k: Tensor) -> list[slice]:
     """Return the heads to compute together: one, or as many as have at most MAX_WEIGHTS_PER_TILE weights in total."""
     batch, heads, queries, _ = q.shape
     step = max(1, MAX_WEIGHTS_PER_TILE // max(1, batch * queries * k.shape[2]))
-    return [slice(first, min(first + step, heads)) for first in range(0, heads, step)]
+    return list(consecutive_slices(heads, step))
 
 
 def _slice_heads(tensor: Tensor, heads: slice) -> Tensor:

@@ -24,6 +24,7 @@ from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import visible_cells, working_dtype
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
+from multihead.tensors.shapes import consecutive_slices
 from multihead.tensors.tracing import can_read_values
 
 QUERIES_PER_BLOCK = 256  # queries per step if the mask is evaluated densely, in O(keys) memory
@@ -114,8 +115,7 @@ def _queries_seeing_nonfinite(
         start, stop = (edge[:, None].expand(size) for edge in (bounds.start, bounds.stop))
         return counts.gather(2, stop) > counts.gather(2, start)
     found = []
-    for first in range(0, shape.query_length, QUERIES_PER_BLOCK):
-        rows = slice(first, first + QUERIES_PER_BLOCK)
+    for rows in consecutive_slices(shape.query_length, QUERIES_PER_BLOCK):
         bad = bad_keys[:, :, None]  # (batch, heads, 1, keys)
         if bad_bias is not None:
             bad = bad | (bias_tile(bad_bias, shape, rows, slice(None)) != 0)

@@ -25,6 +25,7 @@ from multihead.kernels.dense_tile import scores, visible_cells, working_dtype
 from multihead.kernels.nonfinite import make_rows_nan, replace_nonfinite
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
+from multihead.tensors.shapes import consecutive_slices
 from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
@@ -51,8 +52,7 @@ def _query_blocks(request: AttentionRequest, bounds: KeyBounds) -> list[tuple[sl
     queries = request.shape.query_length
     if _materialises_all_weights(request) or queries <= QUERIES_PER_BLOCK:
         return [(slice(0, queries), slice(0, request.shape.key_length))]
-    blocks = [slice(first, min(first + QUERIES_PER_BLOCK, queries)) for first in range(0, queries, QUERIES_PER_BLOCK)]
-    return [(rows, _range_of_visible_keys(bounds, rows)) for rows in blocks]
+    return [(rows, _range_of_visible_keys(bounds, rows)) for rows in consecutive_slices(queries, QUERIES_PER_BLOCK)]
 
 
 def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> AttentionResult:

@@ -19,6 +19,7 @@ from multihead.kernels.dense_tile import visible_in_mask
 from multihead.kernels.native import library
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import Bias, RelativeBias, slice_bias, values_of, with_values
+from multihead.tensors.shapes import consecutive_slices
 
 # Size in bytes of a block (queries x keys) in which a mask that is not one interval per query is materialised.
 DENSE_BLOCK_BYTES = 8 << 20
@@ -61,8 +62,7 @@ def iterate_query_blocks(request: AttentionRequest, bounds: KeyBounds, *, step: 
         yield QueryBlock(ALL_QUERIES, bounds, None)
         return
     height = -(-min(queries_per_block(request, bounds), queries) // step) * step
-    for first in range(0, queries, height):
-        rows = slice(first, min(first + height, queries))
+    for rows in consecutive_slices(queries, height):
         part = replace(bounds, start=bounds.start[:, rows], stop=bounds.stop[:, rows])
         yield QueryBlock(rows, part, visible_in_mask(bounds.remainder, request, rows))
 

@@ -40,6 +40,7 @@ from multihead.probes.probe import Probe, Statistic
 from multihead.probes.statistics import possible_probes
 from multihead.record.sample import SampleRecord
 from multihead.scores.bias import values_of, with_values
+from multihead.tensors.shapes import consecutive_slices
 
 BLOCKS_PER_TEXT = 8
 """Number of blocks of consecutive queries into which a text is divided to estimate a standard error."""
@@ -250,10 +251,10 @@ def _split_queries(request: AttentionRequest) -> Iterator[AttentionRequest]:
     if queries <= QUERIES_PER_BLOCK or request.bias is not None or request.mask.holds_tensors:
         yield request
         return
-    for first in range(0, queries, QUERIES_PER_BLOCK):
-        q = request.q[:, :, first : first + QUERIES_PER_BLOCK]
+    for rows in consecutive_slices(queries, QUERIES_PER_BLOCK):
+        q = request.q[:, :, rows]
         shape = request.shape._replace(query_length=q.shape[2])
-        yield replace(request, q=q, shape=shape, query_start=int(request.query_start) + first)
+        yield replace(request, q=q, shape=shape, query_start=int(request.query_start) + rows.start)
 
 
 def _visibility_key_of_sample(sample: SampleRecord) -> tuple[object, ...]:
