@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from multihead.counting.work import set_torch_threads
 from multihead.errors import ArgumentError
 from multihead.layer import MultiHeadAttention
+from multihead.tensors.threads import set_torch_threads
 from multihead_lab.matching import MeanOverSeeds
 from multihead_lab.tasks import HeadMeasurement, Task
 

@@ -15,8 +15,8 @@ from multihead.counting import shard
 from multihead.counting.heads_table import heads_schema, read_metadata, table_to_parquet
 from multihead.counting.plan import read_plan
 from multihead.counting.shard import ShardCounter
-from multihead.counting.work import set_torch_threads
 from multihead.models.loading import load
+from multihead.tensors.threads import set_torch_threads
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from multihead.counting.plan import Plan, model_id, read_plan
 from multihead.counting.shard import ReportBatch, ShardCounter
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.files import write_atomically
 from multihead.models.loading import LoadedModel, load
+from multihead.tensors.threads import set_torch_threads
 
 SECONDS_BETWEEN_HEAP_TRIMS = 5.0
 """Seconds between two calls of malloc_trim within a shard; a call takes about 30 ms."""
@@ -151,18 +150,6 @@ class _HeapTrimmer:
 
 
 _HEAP_TRIMMER = _HeapTrimmer()
-
-
-@contextmanager
-def set_torch_threads(count: int | None) -> Iterator[None]:
-    """Set torch's number of threads in this context; None leaves the number unchanged."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def load_counter(folder: Path, model: str, device: str) -> ShardCounter:
