@@ -60,7 +60,7 @@ class HeadOfLayer(OneLineRepr):
     head: int
     name: str
 
-    def cells(self) -> dict[str, str]:
+    def place_cells(self) -> dict[str, str]:
         """Return the place of the head as the first cells of a row of a table: heading -> text."""
         return {name: str(getattr(self, name)) for name in HEAD_COLUMNS}
 

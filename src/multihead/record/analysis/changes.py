@@ -96,7 +96,7 @@ class ChangedHead(HeadOfLayer):
     def cells(self) -> dict[str, str]:
         """Return the head as a row of a table: heading -> text."""
         change = self.change()
-        return super().cells() | {
+        return self.place_cells() | {
             "divergence (nats)": f"{self.divergence:.3f}",
             "change": "" if change is None else f"{change.label} {change.before} → {change.after}",
             "kinds before": ", ".join(self.kinds_before),

@@ -47,7 +47,7 @@ class FoundHead(HeadOfLayer):
         """Return the head as a row of a table: heading -> text."""
         shown = (statistic(name, self.statistics) for name in self.values)
         numbers = {each.heading: each.number(self.values[each.name]) for each in shown}
-        return super().cells() | numbers
+        return self.place_cells() | numbers
 
 
 ValueRange = tuple[float | None, float | None]

@@ -122,7 +122,7 @@ class HeadKind(HeadOfLayer):
     def cells(self) -> dict[str, str]:
         """Return the head as a row of a table: heading -> text."""
         share, chance = self.share_and_chance_texts
-        return super().cells() | {"kind": self.kind, "share": share, "chance": chance, "n": f"{self.n:,}"}
+        return self.place_cells() | {"kind": self.kind, "share": share, "chance": chance, "n": f"{self.n:,}"}
 
 
 def heads_of_kinds(

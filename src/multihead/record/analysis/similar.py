@@ -49,7 +49,7 @@ class NearHead(HeadOfLayer):
 
     def cells(self) -> dict[str, str]:
         """Return the head as a row of a table: heading -> text."""
-        return super().cells() | {"divergence (nats)": f"{self.divergence:.3f}"}
+        return self.place_cells() | {"divergence (nats)": f"{self.divergence:.3f}"}
 
 
 def nearest(

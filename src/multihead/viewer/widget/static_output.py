@@ -60,17 +60,17 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
     plt = import_pyplot()
     heads = [(place, head) for place, layer in enumerate(record.layers) for head in range(layer.num_heads)]
     ones = [layer.sample() if layer.samples else None for layer in record.layers]
-    means = [layer.summary("mean") for layer in record.layers]
     cells = max((one.num_queries * one.num_keys for one in ones if one is not None), default=0)
     number = MAX_COMPUTED_WEIGHTS // max(1, cells) if record.keeps_weights else 0
     if all(one is not None and "pooled_map" in one.statistics for one in ones):
         number = len(heads)  # all heads have stored maps, so no weight must be computed
+    whole = number >= len(heads)
+    means = [] if whole else [layer.summary("mean") for layer in record.layers]
     if number < min(len(heads), _MAPS_PER_ROW // 2):
         name = "entropy" if all("entropy" in each for each in means) else next(iter(means[0]))
         figure = record.plot(name).figure
         label = statistic_label(name, lang, record.statistic(name).label)
         return _png_in_few_colours(figure), text("widget.statistic", lang, label=label)
-    whole = number >= len(heads)
     if not whole:
         heads.sort(key=lambda at: float(means[at[0]]["entropy"][at[1]]) if "entropy" in means[at[0]] else math.inf)
         heads = sorted(heads[: max(number // _MAPS_PER_ROW * _MAPS_PER_ROW, _MAPS_PER_ROW // 2)])
