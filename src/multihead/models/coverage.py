@@ -63,8 +63,8 @@ def attention_outside_interface(model: nn.Module) -> dict[str, str]:
     }
 
 
-def package_of(kind: type) -> str:
-    """Return the name of the top-level package that defines a class."""
+def package_of(kind: type | FunctionType) -> str:
+    """Return the name of the top-level package that defines a class or a function."""
     return kind.__module__.split(".")[0]
 
 
@@ -159,7 +159,7 @@ def _reason_eager_differs(module: nn.Module) -> str | None:
     if package_of(kind) in ("multihead", "torch", "transformers"):
         return None
     for function in _read_class_forward(kind).default_functions:
-        if function.__module__.split(".")[0] != "transformers" and not _computes_softmax_attention(function, module):
+        if package_of(function) != "transformers" and not _computes_softmax_attention(function, module):
             return (
                 f"The eager attention of {kind.__name__}, {function.__name__}, computes something else than "
                 "softmax(scaling * q k' + mask) v."

@@ -32,11 +32,7 @@ from multihead.models.coverage import IMPLEMENTATION_NAME, names_in_eager_attent
 from multihead.models.lazy_mask import BooleanMask, LazyMask
 from multihead.models.mask_functions import MaskExtent, mask_of_function, padding_mask, padding_of_keys
 from multihead.models.pretrained import is_cross_attention, pretrained_models
-from multihead.models.rejection import (
-    IMPLEMENTATION_ATTRIBUTE,
-    configurations_of,
-    reject_unsupported_models,
-)
+from multihead.models.rejection import IMPLEMENTATION_ATTRIBUTE, configurations_of, reject_unsupported_models
 from multihead.scores.bias import Bias, add_biases
 from multihead.tensors.tracing import constant_in_graphs, is_traced
 from multihead.tensors.undo import Undo

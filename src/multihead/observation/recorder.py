@@ -348,6 +348,7 @@ class Recorder:
             keys = sequence.gather_tokens(request.k, 2)
             values = sequence.gather_tokens(request.v, 2) if any("values" in probe.needs for probe in probes) else keys
             whole = replace(whole, k=keys, v=values)
+        attended = AttentionCall(whole, replace(result, statistics=parts))
         samples = []
         chunks = sequence.chunks_of_rank(length)
         for index, span in enumerate(sample_spans.spans):
@@ -360,8 +361,7 @@ class Recorder:
             rows, columns = ([indices for _, indices in tokens] for tokens in (queries, own_keys))
             sample.calls = [((0, sample.num_queries), (0, span.keys[1] - span.keys[0]))]
             sample.logsumexp.add(_slice_rows(result.logsumexp, span, rows).to(device))
-            attended = AttentionCall(whole, replace(result, statistics=parts))
-            sample.set_statistics(self._measure_queries_of_rank(attended, span, queries, sample))
+            sample.set_statistics(self._measure_queries_of_rank(attended, span, queries, sample, probes))
             if self._keeps_qk:
                 sample.q = ChunkedRows(2, [copy_contiguous(_slice_rows(request.q, span, rows), device)])
                 sample.k = ChunkedRows(2, [copy_contiguous(_slice_rows(request.k, span, columns), device)])
@@ -395,7 +395,12 @@ class Recorder:
         return (*self.measurer.probes, *more)
 
     def _measure_queries_of_rank(
-        self, call: AttentionCall, span: SampleSpan, queries: TokensOnRank, sample: SampleRecord
+        self,
+        call: AttentionCall,
+        span: SampleSpan,
+        queries: TokensOnRank,
+        sample: SampleRecord,
+        probes: tuple[Probe, ...],
     ) -> dict[str, Tensor]:
         """Measure a sample's queries of this rank, in a call that has the keys and values of all ranks.
 
@@ -422,7 +427,7 @@ class Recorder:
             )
             context = self._context_of_probes(sample, part.shape, 0, request.known_origin.layer, first=True)
             context = replace(context, first_key=first_key)
-            possible = possible_probes(self._probes_of_rank(), part, context)
+            possible = possible_probes(probes, part, context)
             found.append(complete_statistics(part, own.logsumexp, possible, context, parts=own.statistics, result=own))
         joined = {}
         for name in found[0]:
@@ -573,7 +578,7 @@ class Recorder:
         nothing, start = torch.empty(0), request.query_start
         return replace(
             request,
-            query_start=start.clone() if isinstance(start, Tensor) else start,  # a cache may overwrite it
+            query_start=start.clone() if isinstance(start, Tensor) else start,  # a cache may overwrite its tensor
             q=nothing,
             k=nothing,
             v=nothing,

@@ -46,7 +46,7 @@ from multihead.parallel.plan import MapPiece, RingPlan, RingStep
 from multihead.scores.bias import Bias, slice_bias, values_of, with_values
 from multihead.scores.terms import add_sinks
 
-Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"  # of q, k, v and the values of the bias
+Gradients: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor | None]"  # gradients of q, k, v and the bias values
 
 
 @dataclass(frozen=True, eq=False)
