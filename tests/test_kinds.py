@@ -107,6 +107,9 @@ def test_the_numbers_that_decide_about_a_kind_are_those_of_the_definition() -> N
     with pytest.raises(ArgumentError) as caught:
         record.kinds("skips")
     assert str(caught.value).startswith("There is no kind 'skips'. Give some of broad, duplicate, ")
+    with pytest.raises(ArgumentError) as caught:
+        record.kinds("previous_token")
+    assert str(caught.value) == "There is no kind 'previous_token'. It is called 'previous'."
 
 
 def test_the_standard_error_of_one_text_is_that_over_its_blocks() -> None:

@@ -39,6 +39,9 @@ TextByLanguage = Mapping[str, str]
 LOCAL_REACH = 3
 """Number of tokens before and after the query that a "local" head reads."""
 
+RENAMED_KINDS = {f"{name}_token": name for name in ("previous", "next", "self", "first", "duplicate")}
+"""Name of a kind in earlier versions -> present name."""
+
 _GLYPH_PATTERN = re.compile(r"[MmLlHhVvZzCcSsQqTtAa0-9 .,-]*", re.ASCII)
 _COLOUR_PATTERN = re.compile(r"#[0-9A-Fa-f]{6}", re.ASCII)
 _SENTENCE_TEXTS = {
@@ -86,7 +89,7 @@ class Kind:
         brief: language -> short form of `sentence`.
         glyph: an icon of the attention pattern, as the `d` of an SVG path on 12 x 12 units.
         colour: colours on light and on dark pages, "#rrggbb" each.
-        needs: what `observe` needs to measure the kind, for the message if it is missing; by default its statistic.
+        needs: what measuring the kind needs, for the message if it is missing; by default its statistic.
 
     Raises:
         ArgumentError: a field is invalid, or there is no threshold.
@@ -149,6 +152,14 @@ class Kind:
         """Name of the statistic whose mean decides: `name` if measured on repeated random tokens, else the probe's name."""
         return self.name if self.texts == "repeats" or self.probe is None else self.probe.name
 
+    @property
+    def requirement(self) -> str:
+        """What a record or census needs to have numbers for the kind, as the end of a sentence."""
+        if self.texts == "repeats":
+            return "texts of repeated random tokens: look --textbook, or add_repeated in observation.textbook"
+        given = f'the statistic "{self.statistic}": probes=[..., "{self.statistic}"] of observe or census'
+        return self.needs or given
+
     def label(self, lang: str) -> str:
         """Return the label of the kind on pages, in a language."""
         return _in_language(self.labels, lang) or self.name.replace("_", " ")
@@ -187,6 +198,24 @@ def check_kinds(kinds: Sequence[object]) -> None:
         if kind.name in names:
             raise ArgumentError(f"Two kinds are called {kind.name}.", "Give one of them another name.")
         names.add(kind.name)
+
+
+def kinds_named(names: Sequence[str], among: Sequence[Kind]) -> list[Kind]:
+    """Return the kinds of these names, in the order of `among`; all of them without a name.
+
+    Raises:
+        ArgumentError: there is no kind of a name.
+    """
+    known = {kind.name: kind for kind in among}
+    for name in names:
+        if name not in known:
+            labelled = [kind.name for kind in among if name in kind.labels.values()]
+            meant = RENAMED_KINDS.get(name) or next(iter(labelled), None)
+            raise ArgumentError(
+                f"There is no kind {name!r}.",
+                f"Give some of {', '.join(sorted(known))}." if meant is None else f"It is called {meant!r}.",
+            )
+    return [kind for kind in among if not names or kind.name in names]
 
 
 def probes_of(kinds: Sequence[Kind]) -> list[Probe]:
@@ -322,7 +351,7 @@ KINDS: tuple[Kind, ...] = (
         "separator",
         SEPARATOR_STATISTIC,
         finding=100,
-        needs="special tokens after the first: give `tokenizer` or `special_ids` to observe",
+        needs="special tokens after the first, in single texts: give `tokenizer` or `special_ids` to observe",
         labels={"en": "separator", "zh": "分隔符"},
         about={
             "en": "At least {above_chance} of the attention, beyond chance, is on special tokens after the first token, such as [SEP].",

@@ -105,9 +105,32 @@ class TestKinds:
             assert numbers == pytest.approx((other.share, other.chance, other.error), rel=1e-4)
 
     def test_some_are_chosen_by_name(self, census: mh.Census) -> None:
-        assert {each.kind for each in census.kinds("pointed", "duplicate")} == {"pointed"}
+        assert {each.kind for each in census.kinds("pointed", "induction")} == {"pointed"}
         with pytest.raises(ArgumentError, match=r"^There is no kind 'late'\. Give some of broad, "):
             census.kinds("late")
+
+    @pytest.mark.parametrize(
+        ("kind", "needs"),
+        [
+            ("duplicate", 'the statistic "duplicate_mass": probes=[..., "duplicate_mass"] of observe or census.'),
+            (
+                "separator",
+                "special tokens after the first, in single texts: give `tokenizer` or `special_ids` to observe.",
+            ),
+            ("local", "single texts, not sums, and masks whose classes are defined here."),
+            (
+                "repeated_induction",
+                """texts of repeated random tokens: look --textbook, or add_repeated in observation.textbook. \
+The record has numbers for 'induction'.""",
+            ),
+        ],
+    )
+    def test_one_that_was_not_counted_is_an_error_and_not_an_empty_list(
+        self, census: mh.Census, kind: str, needs: str
+    ) -> None:
+        with pytest.raises(ProbeError) as caught:
+            census.kinds("pointed", kind)
+        assert str(caught.value) == f"The record has no numbers for {kind!r}. It needs {needs}"
 
     def test_a_row_of_the_table_has_them_and_the_chance_of_each_mean(
         self, census: mh.Census, observed: mh.Record

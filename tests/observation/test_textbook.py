@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
-from multihead.errors import InputError, ProbeError
+from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.observation.textbook import (
     DEFAULT_DRAWS,
     add_repeated,
@@ -94,6 +94,16 @@ def test_a_record_shows_what_was_measured_in_tables_searches_and_findings() -> N
         "look --textbook, or add_repeated in observation.textbook."
     )
     add_repeated(seen, measure_repeated(model, range(1, WORDS), start=0, length=6, times=3))
+    assert {each.kind for each in seen.kinds("repeated_induction")} == {"repeated_induction"}
+    with pytest.raises(ProbeError) as caught:
+        seen.kinds("induction")
+    assert str(caught.value) == (
+        "The record has no numbers for 'induction'. It needs the statistic \"induction_mass\": "
+        "probes=[..., \"induction_mass\"] of observe or census. The record has numbers for 'repeated_induction'."
+    )
+    with pytest.raises(ArgumentError) as mistaken:
+        seen.kinds("induction on random repeats")
+    assert str(mistaken.value) == ("There is no kind 'induction on random repeats'. It is called 'repeated_induction'.")
     assert seen.table().rows[1]["repeated_induction"] == pytest.approx(1, abs=1e-4)
     assert "repeated_induction" not in seen.table(of="median").rows[1]
     with pytest.raises(ProbeError) as caught:

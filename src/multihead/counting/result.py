@@ -325,7 +325,7 @@ class Census:
 
         Raises:
             ArgumentError: there is no such kind.
-            ProbeError: no statistic has a known chance.
+            ProbeError: a kind that was asked for was not counted, or no statistic has a known chance.
 
         >>> import multihead as mh, tempfile, pathlib
         >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -346,7 +346,7 @@ class Census:
         """Return each kind that any head has, with the heads of that kind and their chance levels."""
         profiles, found = self.profiles(), []
         for kind in self.all_kinds:
-            if heads := heads_of_kinds(profiles, self.all_kinds, (kind.name,)):
+            if heads := heads_of_kinds(profiles, (kind,)):
                 levels = dict.fromkeys(kind.format_value(of(each.chance for each in heads)) for of in (min, max))
                 found.append(KindCount(kind, heads, "–".join(levels)))
         return found

@@ -342,7 +342,7 @@ class Record:
             one item per head and kind: share, chance level, standard error and number of queries.
 
         Raises:
-            ProbeError: only a summary was kept.
+            ProbeError: only a summary was kept, or a kind that was asked for was not measured.
             ArgumentError: there is no such kind or sample.
 
         >>> import torch

@@ -130,15 +130,21 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("kind", "needs"),
         [
-            ("induction", 'the statistic "induction_mass": observe(probes=[..., "induction_mass"])'),
-            ("previous", 'the statistic "previous_mass": observe(probes=[..., "previous_mass"])'),
-            ("broad", 'the statistic "entropy": observe(probes=[..., "entropy"])'),
-            ("separator", "special tokens after the first: give `tokenizer` or `special_ids` to observe"),
+            ("induction", 'the statistic "induction_mass": probes=[..., "induction_mass"] of observe or census'),
+            ("previous", 'the statistic "previous_mass": probes=[..., "previous_mass"] of observe or census'),
+            ("broad", 'the statistic "entropy": probes=[..., "entropy"] of observe or census'),
+            (
+                "separator",
+                "special tokens after the first, in single texts: give `tokenizer` or `special_ids` to observe",
+            ),
         ],
     )
     def test_a_kind_that_needs_more(self, kind: str, needs: str) -> None:
-        said = self.refusal(ProbeError, **{kind: (0, None)})
-        assert said == f"The record has no numbers for {kind!r}. It needs {needs}."
+        sentence = f"The record has no numbers for {kind!r}. It needs {needs}."
+        assert self.refusal(ProbeError, **{kind: (0, None)}) == sentence
+        with pytest.raises(ProbeError) as caught:
+            asked(mask=masks.Causal(), watch={"probes": ["self_mass"]}).kinds(kind)
+        assert str(caught.value) == sentence
 
 
 def test_the_limits_are_within_the_range() -> None:

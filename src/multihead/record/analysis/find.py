@@ -8,17 +8,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from multihead.errors import ArgumentError, MultiheadError, ProbeError
-from multihead.kinds import KINDS, Kind
+from multihead.kinds import KINDS, RENAMED_KINDS, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
-from multihead.record.analysis.highlights import evidence_of_kind, layer_profiles
+from multihead.record.analysis.highlights import evidence_of_kind, layer_profiles, unmeasured_kind_error
 from multihead.record.layer import LayerRecord
 from multihead.record.notebook import HeadList, HeadOfLayer
 from multihead.record.summaries import SummaryName
-
-RENAMED_KINDS = {f"{name}_token": name for name in ("previous", "next", "self", "first", "duplicate")}
-"""Name of a kind in earlier versions -> present name."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,16 +125,10 @@ def _missing_value_error(layers: Sequence[LayerRecord], name: str, by_name: Mapp
     if name in RENAMED_KINDS:
         new = RENAMED_KINDS[name]
         return ArgumentError(f"{name} is called {new}, as in tables.", f"Give a range of it: find({new}=(0.8, None)).")
-    if kind is not None and kind.texts == "repeats":
-        if any(layer.repeated is not None for layer in layers):
-            return ProbeError(f"{name} is known per text, not per query, so it has only a mean.", 'Give of="mean".')
-        return ProbeError(
-            f"The record has no numbers for {name!r}.",
-            "It needs texts of repeated random tokens: look --textbook, or add_repeated in observation.textbook.",
-        )
+    if kind is not None and kind.texts == "repeats" and any(layer.repeated is not None for layer in layers):
+        return ProbeError(f"{name} is known per text, not per query, so it has only a mean.", 'Give of="mean".')
     if kind is not None:
-        needs = kind.needs or f'the statistic "{kind.statistic}": observe(probes=[..., "{kind.statistic}"])'
-        return ProbeError(f"The record has no numbers for {name!r}.", f"It needs {needs}.")
+        return unmeasured_kind_error(kind, [other for other in by_name.values() if other.statistic in statistics])
     return ProbeError(
         f"There is no statistic {name!r} in the record.",
         f"Give one of {', '.join(statistics)}, or a kind: {', '.join(by_name)}.",

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.errors import ArgumentError
-from multihead.kinds import KINDS, MIXED, NEAR_MASS, Kind
+from multihead.errors import ProbeError
+from multihead.kinds import KINDS, MIXED, NEAR_MASS, Kind, kinds_named
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import section
 from multihead.probes.catalogue import SEPARATOR_STATISTIC, statistic
@@ -126,29 +126,51 @@ class HeadKind(HeadOfLayer):
 
 
 def heads_of_kinds(
-    profiles: Sequence[LayerKinds], among: Sequence[Kind], names: Collection[str] = ()
+    profiles: Sequence[LayerKinds], among: Sequence[Kind], names: Sequence[str] = ()
 ) -> HeadList[HeadKind]:
     """List the heads of each kind, or of some, kind after kind, the largest share first.
 
     Raises:
         ArgumentError: there is no such kind.
+        ProbeError: a kind in `names` was not measured in any layer.
     """
-    known = {kind.name for kind in among}
-    for name in names:
-        if name not in known:
-            raise ArgumentError(f"There is no kind {name!r}.", f"Give some of {', '.join(sorted(known))}.")
     found = HeadList[HeadKind]()
-    for kind in (each for each in among if not names or each.name in names):
+    for kind in kinds_named(names, among):
+        if names and profiles and not any(_decides(kind, one) for one in profiles):
+            measured = [other for other in among if any(_decides(other, one) for one in profiles)]
+            raise unmeasured_kind_error(kind, measured, cross_attention=all(one.cross_attention for one in profiles))
         for place, head, share, level in sorted(
             _heads_of_topic(kind, profiles), key=lambda each: (-each[2], *each[:2])
         ):
             one = profiles[place]
-            measured = evidence_of_kind(kind, one.evidence)
-            assert measured is not None
-            error, n = float(measured.standard_error[head]), int(measured.num_observations[head])
+            measure = evidence_of_kind(kind, one.evidence)
+            assert measure is not None
+            error, n = float(measure.standard_error[head]), int(measure.num_observations[head])
             written = (kind.format_value(share), kind.format_value(level))
             found.append(HeadKind(one.number, head, one.name, kind.name, share, level, error, n, written))
     return found
+
+
+def _decides(kind: Kind, profile: LayerKinds) -> bool:
+    """Whether it was measured which heads of a layer have a kind."""
+    return kind.statistic in profile.evidence and not (kind.self_attention_only and profile.cross_attention)
+
+
+def unmeasured_kind_error(kind: Kind, measured: Sequence[Kind], *, cross_attention: bool = False) -> ProbeError:
+    """Return the error for a kind that no layer has numbers for.
+
+    Args:
+        kind: the kind.
+        measured: the kinds that a layer has numbers for; one with the same probe on other texts is named.
+        cross_attention: whether all layers are cross-attention.
+    """
+    if kind.self_attention_only and cross_attention:
+        needs = "self-attention, and all recorded layers are cross-attention"
+    else:
+        needs = kind.requirement
+    others = [other.name for other in measured if other.probe == kind.probe and other.texts != kind.texts]
+    also = f" The record has numbers for {others[0]!r}." if others else ""
+    return ProbeError(f"The record has no numbers for {kind.name!r}.", f"It needs {needs}.{also}")
 
 
 @dataclass(frozen=True, repr=False)
