@@ -85,7 +85,7 @@ class Kind:
             default generated from the thresholds.
         bound: language -> definition used if q and k were not kept, so that the mean is only a lower bound.
         sentence: language -> predicate of a finding about a head, with the placeholders {share}, {chance}, {label},
-            {first} and {separator}.
+            {first}, {separator} and {after_start} (" after “<s>”", the start token of repeated random tokens).
         brief: language -> short form of `sentence`.
         glyph: an icon of the attention pattern, as the `d` of an SVG path on 12 x 12 units.
         colour: colours on light and on dark pages, "#rrggbb" each.
@@ -457,12 +457,12 @@ KINDS: tuple[Kind, ...] = (
             "zh": "在重复的随机词元文本上（look --textbook），与查询相同的先前词元的后一个词元的权重占比比随机水平高出至少 {above_chance}（arXiv:2209.11895）。",
         },
         sentence={
-            "en": "is an induction head: on repeated random tokens {share} of its attention is on the tokens that followed earlier copies of the query’s token, where chance is {chance}.",
-            "zh": "是归纳头：在重复的随机词元上，与查询相同的先前词元的后一个词元，权重占比为 {share}，随机水平为 {chance}。",
+            "en": "is an induction head: on repeated random tokens{after_start} {share} of its attention is on the tokens that followed earlier copies of the query’s token, where chance is {chance}.",
+            "zh": "是归纳头：在{after_start}重复的随机词元上，与查询相同的先前词元的后一个词元，权重占比为 {share}，随机水平为 {chance}。",
         },
         brief={
-            "en": "induction, {share} on repeated random tokens (chance {chance})",
-            "zh": "归纳，在重复的随机词元上为 {share}（随机水平 {chance}）",
+            "en": "induction, {share} on repeated random tokens{after_start} (chance {chance})",
+            "zh": "归纳，在{after_start}重复的随机词元上为 {share}（随机水平 {chance}）",
         },
         glyph="M0 8h4v4h-4zM4 4h4v4h-4zM8 0h4v4h-4z",
         colour=("#8A4FA8", "#CF9BEF"),
@@ -479,12 +479,12 @@ KINDS: tuple[Kind, ...] = (
             "zh": "在重复的随机词元文本上（look --textbook），与查询相同的先前词元的权重占比比随机水平高出至少 {above_chance}。",
         },
         sentence={
-            "en": "finds copies: on repeated random tokens {share} of its attention is on earlier copies of the query’s token, where chance is {chance}.",
-            "zh": "找到副本：在重复的随机词元上，与查询相同的先前词元的权重占比为 {share}，随机水平为 {chance}。",
+            "en": "finds copies: on repeated random tokens{after_start} {share} of its attention is on earlier copies of the query’s token, where chance is {chance}.",
+            "zh": "找到副本：在{after_start}重复的随机词元上，与查询相同的先前词元的权重占比为 {share}，随机水平为 {chance}。",
         },
         brief={
-            "en": "duplicate tokens, {share} on repeated random tokens (chance {chance})",
-            "zh": "重复词元，在重复的随机词元上为 {share}（随机水平 {chance}）",
+            "en": "duplicate tokens, {share} on repeated random tokens{after_start} (chance {chance})",
+            "zh": "重复词元，在{after_start}重复的随机词元上为 {share}（随机水平 {chance}）",
         },
         glyph="M0 5h3v3h-3zM4.5 5h3v3h-3zM9 5h3v3h-3z",
         colour=("#3A7D8C", "#6FC3D3"),
@@ -501,12 +501,12 @@ KINDS: tuple[Kind, ...] = (
             "zh": "在重复的随机词元文本上（look --textbook），前一个词元的权重占比比随机水平高出至少 {above_chance}。",
         },
         sentence={
-            "en": "looks one token back whatever the text: on repeated random tokens {share} of its attention is on the previous token, where chance is {chance}.",
-            "zh": "无论什么文本都回看一个词元：在重复的随机词元上，前一个词元的权重占比为 {share}，随机水平为 {chance}。",
+            "en": "looks one token back on random tokens too: on repeated random tokens{after_start} {share} of its attention is on the previous token, where chance is {chance}.",
+            "zh": "在随机词元上也回看一个词元：在{after_start}重复的随机词元上，前一个词元的权重占比为 {share}，随机水平为 {chance}。",
         },
         brief={
-            "en": "previous token, {share} on repeated random tokens (chance {chance})",
-            "zh": "前一个词元，在重复的随机词元上为 {share}（随机水平 {chance}）",
+            "en": "previous token, {share} on repeated random tokens{after_start} (chance {chance})",
+            "zh": "前一个词元，在{after_start}重复的随机词元上为 {share}（随机水平 {chance}）",
         },
         glyph="M0 4h4v4h4v4h-4v-4h-4z",
         colour=("#C8501E", "#FF8A57"),
@@ -523,12 +523,12 @@ KINDS: tuple[Kind, ...] = (
             "zh": "在重复的随机词元文本上（look --textbook），首词元的权重占比比随机水平高出至少 {above_chance}。",
         },
         sentence={
-            "en": "rests on the first token whatever the text: on repeated random tokens {share} of its attention is there, where chance is {chance}.",
-            "zh": "无论什么文本都停在首词元上：在重复的随机词元上，它的权重占比为 {share}，随机水平为 {chance}。",
+            "en": "rests on the first token on random tokens too: on repeated random tokens{after_start} {share} of its attention is there, where chance is {chance}.",
+            "zh": "在随机词元上也停在首词元上：在{after_start}重复的随机词元上，它的权重占比为 {share}，随机水平为 {chance}。",
         },
         brief={
-            "en": "first token, {share} on repeated random tokens (chance {chance})",
-            "zh": "首词元，在重复的随机词元上为 {share}（随机水平 {chance}）",
+            "en": "first token, {share} on repeated random tokens{after_start} (chance {chance})",
+            "zh": "首词元，在{after_start}重复的随机词元上为 {share}（随机水平 {chance}）",
         },
         glyph="M0 0h4v12h-4z",
         colour=("#0072B2", "#5BB8F5"),

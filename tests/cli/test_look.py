@@ -151,10 +151,28 @@ def test_a_long_text_is_cut_and_its_record_opens_again(tmp_path: Path) -> None:
 
 def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
     result = run(MODEL, "--prompt", "hi", "--textbook", "--top", "1", "--out", str(tmp_path / "p.html"))
-    assert "Textbook heads, on 8 texts of a start token and 3 x 64 random tokens:" in result.stdout
+    assert "Textbook heads, on 8 texts of the start token [CLS] and 3 x 64 random tokens:" in result.stdout
     assert any(line.startswith("  previous token   L0 H2 ") for line in result.stdout.splitlines())
     assert "(chance 0.5 %)" in result.stdout
     assert '"repeated_previous"' in (tmp_path / "p.html").read_text(encoding="utf-8")
+
+
+def test_the_start_token_of_the_random_tokens_can_be_chosen_and_is_named(tmp_path: Path) -> None:
+    options = "--prompt", "hi", "--textbook", "--top", "1", "--out", str(tmp_path / "p.html")
+    shares = []
+    for token, opening in (
+        ("[SEP]", "Textbook heads, on 8 texts of the start token [SEP] and 3 x 64 random tokens:"),
+        ("none", "Textbook heads, on 8 texts of 3 x 64 random tokens without a start token:"),
+    ):
+        result = run(MODEL, *options, "--start-token", token, "--json", str(tmp_path / "t.json"))
+        assert opening in result.stdout.splitlines()
+        shares.append(json.loads((tmp_path / "t.json").read_text())[0]["repeated_previous"])
+    assert shares[0] != shares[1]
+    refused = run(MODEL, *options, "--start-token", "<bos>")
+    assert refused.stderr.endswith(
+        "The start token is '<bos>', which is not a token of the vocabulary. Give one of its tokens "
+        '([UNK], [SEP], [PAD], [CLS], [MASK]), or "none".\n'
+    )
 
 
 def test_the_table_is_sorted_by_what_textbook_measures_and_shows_it(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from multihead.record.analysis.chance import ChanceComparison
 from multihead.record.analysis.highlights import LayerProfile, kinds_of_heads
 from multihead.record.analysis.visibility import Visibility
 from multihead.record.memory_use import MemoryUse
+from multihead.record.repeated import RepeatedTokens
 from multihead.viewer.report import ReportSummary
 
 
@@ -36,7 +37,10 @@ def profile(number: int, **shares: list[float]) -> LayerProfile:
     found = {name: ChanceComparison(values, levels[name], sure, texts) for name, values in means.items()}
     named = kinds_of_heads(found, heads=heads)
     nothing = Visibility("causal", 0, 0, True, 0, torch.zeros(heads), torch.zeros(heads))
-    return LayerProfile(number, "layer", means, levels, found, named, False, nothing)
+    repeated = RepeatedTokens(
+        64, 3, True, {name: values.expand(8, -1) for name, values in means.items()}, levels, "<s>"
+    )
+    return LayerProfile(number, "layer", means, levels, found, named, False, nothing, repeated=repeated)
 
 
 HEADS = [
@@ -58,7 +62,7 @@ def test_textbook_heads_are_those_that_exceed_chance(capsys: pytest.CaptureFixtu
     print_textbook_heads(HEADS, "en")
     assert capsys.readouterr().out.splitlines() == [
         "",
-        "Textbook heads, on 8 texts of a start token and 3 x 64 random tokens:",
+        "Textbook heads, on 8 texts of the start token <s> and 3 x 64 random tokens:",
         "  induction        L17 H0 90 %, L17 H1 80 %, L17 H2 70 %, L17 H3 60 % (chance 1.1 %)",
         "  duplicate token  no head exceeds chance by 35 percentage points and three standard errors",
         "  previous token   L17 H3 51 % (chance 1.1 %)",

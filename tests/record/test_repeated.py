@@ -20,7 +20,7 @@ NAMES = ("repeated_induction", "repeated_first")
 def measured(heads: int = 2, texts: int = 4) -> RepeatedTokens:
     torch.manual_seed(0)
     shares = {name: torch.rand(texts, heads, dtype=torch.float64) for name in NAMES}
-    return RepeatedTokens(64, 3, True, shares, {name: torch.full((heads,), 0.01).double() for name in NAMES})
+    return RepeatedTokens(64, 3, True, shares, {name: torch.full((heads,), 0.01).double() for name in NAMES}, "<s>")
 
 
 def a_record(keep: Any = "cpu") -> Record:
@@ -40,10 +40,18 @@ def test_it_is_part_of_the_means_and_comes_back_from_a_file(keep: str, tmp_path:
     seen.save(tmp_path / "run.safetensors")
     found = Record.load(tmp_path / "run.safetensors").layers[0].repeated
     assert found is not None
-    assert (found.length, found.times, found.start) == (64, 3, True)
+    assert (found.length, found.times, found.start, found.start_token) == (64, 3, True, "<s>")
     for name in NAMES:
         assert torch.equal(found.shares[name], measured().shares[name])
         assert torch.equal(found.chance[name], measured().chance[name])
+
+
+def test_a_file_of_an_earlier_version_opens_without_the_name_of_the_start_token(tmp_path: Path) -> None:
+    a_record().save(file := tmp_path / "whole.safetensors")
+    old = changed(file, tmp_path, lambda data, tensors: data["layers"][0]["repeated"].pop("start_token"))
+    found = Record.load(old).layers[0].repeated
+    assert found is not None
+    assert (found.start, found.start_token) == (True, "")
 
 
 def test_a_file_without_it_still_opens(tmp_path: Path) -> None:

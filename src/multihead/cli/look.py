@@ -83,6 +83,11 @@ SORT_COLUMNS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
     is_flag=True,
     help="Measure induction, duplicate, previous and first token heads on random tokens that repeat, too.",
 )
+@click.option(
+    "--start-token",
+    metavar="TOKEN",
+    help="The token before these random tokens, such as <s>, or none.  [default: the tokenizer's]",
+)
 @lang_option
 @click.pass_context
 def look(
@@ -104,6 +109,7 @@ def look(
     out: str,
     record_file: str | None,
     textbook: bool,
+    start_token: str | None,
     lang: str,
 ) -> None:
     """Look at every head of a model as it reads one text.
@@ -115,6 +121,8 @@ def look(
     check_no_surplus(context.args)
     if sort in REPEATED_COLUMNS and not textbook:
         raise click.UsageError(f"--sort is {sort}, which only --textbook measures. Add --textbook.")
+    if start_token is not None and not textbook:
+        raise click.UsageError("--start-token is for the random tokens of --textbook. Add --textbook.")
     text, sound = _text_or_audio(text_file, prompt, audio, textbook=textbook)
     targets = [out, *table_files(json_file, csv_file), record_file]
     check_writable([target for target in targets if target is not None])
@@ -129,7 +137,7 @@ def look(
     with Steps(lang) as steps:
         steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
         found = find_model(model)
-        from multihead.models.loading import check_text
+        from multihead.models.loading import check_text, family_head
         from multihead.record.analysis.roles import rows_with_roles
         from multihead.record.memory_use import memory_of
         from multihead.viewer.looking import load_model_and_encode_text, record_model_run, write_page_of_run
@@ -155,6 +163,7 @@ def look(
             decoder_text=decoder_text,
             layers=chosen,
             textbook=textbook,
+            start_token=start_token,
             show=steps.show,
             lang=lang,
         )
@@ -184,6 +193,8 @@ def look(
         print_heads(record, profiles, run, rows, sort=sort, lang=lang)
         if textbook:
             print_textbook_heads(profiles, lang)
+        elif run.text is not None and family_head(loaded) == "language":
+            click.echo(locale("look.no textbook", lang))
         print_memory_and_files(page, record_file, memory, lang)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from multihead.probes.probe import Statistic
     from multihead.record.analysis.highlights import LayerProfile
     from multihead.record.memory_use import MemoryUse
+    from multihead.record.repeated import RepeatedTokens
     from multihead.viewer.looking import ModelInputs
     from multihead.viewer.report import ReportSummary
 
@@ -106,11 +107,8 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
     from rich.cells import cell_len
 
     from multihead.kinds import KINDS, format_percent
-    from multihead.observation.textbook import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TIMES
 
-    click.echo(
-        "\n" + text("look.textbook.title", lang, draws=DEFAULT_DRAWS, times=DEFAULT_TIMES, length=DEFAULT_LENGTH)
-    )
+    click.echo("\n" + _title_of_textbook_heads(next(one.repeated for one in profiles if one.repeated), lang))
     repeats = [kind.name for kind in KINDS if kind.texts == "repeats"]
     measured = [kind for kind in repeats if any(kind in one.evidence for one in profiles)]
     names = {kind: text(f"look.textbook.{kind}", lang) for kind in measured}
@@ -134,6 +132,16 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
             named = f"{count}{section(lang, 'common')['join.sentences']}{named}"
         shown = name + " " * (width - cell_len(name))
         click.echo(f"  {shown}  {named or text('look.textbook.none', lang)}".replace("\u00a0", " "))
+
+
+def _title_of_textbook_heads(repeated: RepeatedTokens, lang: str) -> str:
+    """Return a line with the number and the contents of the texts of repeated random tokens."""
+    values = {"draws": len(next(iter(repeated.shares.values()))), "times": repeated.times, "length": repeated.length}
+    if not repeated.start:
+        return text("look.textbook.title without start", lang, **values)
+    token = escape_controls(repeated.start_token)
+    start = text("look.textbook.start", lang, token=token) if token else text("look.textbook.a start", lang)
+    return text("look.textbook.title", lang, start=start, **values)
 
 
 def print_memory_and_files(page: ReportSummary, record_file: str | None, memory: MemoryUse, lang: str) -> None:

@@ -245,7 +245,7 @@ def describe(model: str | FoundModel, *, stage: ReportStage | None = None) -> Mo
     return ModelDescription(found.name, _title_of_model(found), config, tokenizer, found, source)
 
 
-def family_head(model: ModelDescription) -> OutputHead | None:
+def family_head(model: DescribedModel) -> OutputHead | None:
     """Return the output head that models of a family can have; None for encoder-decoder models and image models."""
     config = model.config
     if has_decoder(config):

@@ -389,7 +389,8 @@ def _read_repeated_tokens(data: Any, tensors: dict[str, Tensor], heads: int) -> 
         _checked_count(data[each], f"the {each} of repeated tokens", least=1, most=MAX_TOKENS)
         for each in ("length", "times")
     )
-    return RepeatedTokens(length, times, _checked_type(data["start"], bool, "start"), shares, levels)
+    start_token = _checked_type(data.get("start_token", ""), str, "start token")  # not in files of earlier versions
+    return RepeatedTokens(length, times, _checked_type(data["start"], bool, "start"), shares, levels, start_token)
 
 
 def _convert_old_bins(bins: Tensor) -> Tensor:

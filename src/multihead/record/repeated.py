@@ -23,6 +23,7 @@ class RepeatedTokens:
         shares: name of a statistic in `probes.catalogue.REPEAT_PROBES` -> (texts, heads) float64, mean share in
         each text.
         chance: name of a statistic -> (heads,) float64, its chance level (even weights over the visible keys).
+        start_token: the start token as the vocabulary writes it, such as "<s>"; "" if it is unknown or there is none.
     """
 
     length: int
@@ -30,6 +31,7 @@ class RepeatedTokens:
     start: bool
     shares: dict[str, Tensor]
     chance: dict[str, Tensor]
+    start_token: str = ""
 
     def means(self) -> dict[str, Tensor]:
         """Return the mean of each statistic over the texts: name -> (heads,) float64."""

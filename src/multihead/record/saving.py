@@ -166,6 +166,7 @@ def _repeated_tokens_as_json(
         "length": repeated.length,
         "times": repeated.times,
         "start": repeated.start,
+        "start_token": repeated.start_token,
         "shares": {name: tensors.add_tensor(f"{layer}.{name}.shares", repeated.shares[name]) for name in known},
         "chance": {
             name: tensors.add_tensor(f"{layer}.{name}.chance", repeated.chance[name])

@@ -94,6 +94,7 @@ def look(
     device: str = "cpu",
     dtype: str = "auto",
     textbook: bool = False,
+    start_token: str | None = None,
     kinds: Sequence[Kind] = (),
     show: bool = True,
     out: str | os.PathLike[str] = "report.html",
@@ -116,6 +117,7 @@ def look(
         device: the device that runs a model given by name.
         dtype: the dtype of the parameters of a model given by name; "auto": as they were saved.
         textbook: also measure induction, duplicate, previous and first token heads on random tokens that repeat.
+        start_token: the token before these random tokens, such as "<s>", or "none"; None takes the tokenizer's.
         kinds: kinds of heads of your own, see `multihead.kinds.Kind`.
         show: whether to show the heads; False only returns the record.
         out: the page to write, where there is no notebook.
@@ -137,6 +139,8 @@ def look(
     check_language(lang)
     check_text(text)
     check_kinds((*KINDS, *kinds))
+    if start_token is not None and not textbook:
+        raise ArgumentError(f"start_token is {start_token!r}, and textbook is False.", "Give textbook=True as well.")
     in_notebook = show and kind_of_notebook() is not None
     if in_notebook:
         import_module("multihead.viewer.widget")  # raises an error for missing packages before the model runs
@@ -150,7 +154,14 @@ def look(
         for module in loaded.model.modules():
             undo.set_attribute(module, "training", value=False)
         inputs, record = record_model_run(
-            loaded, encoded, decoder_text=decoder_text, layers=layers, textbook=textbook, kinds=kinds, lang=lang
+            loaded,
+            encoded,
+            decoder_text=decoder_text,
+            layers=layers,
+            textbook=textbook,
+            start_token=start_token,
+            kinds=kinds,
+            lang=lang,
         )
     if in_notebook:
         _display_in_cell(record.view(lang=lang))
@@ -285,6 +296,7 @@ def record_model_run(
     decoder_text: str | None,
     layers: Sequence[int] | None,
     textbook: bool,
+    start_token: str | None = None,
     kinds: Sequence[Kind] = (),
     show: ShowStep = lambda *_: None,
     lang: str,
@@ -295,7 +307,7 @@ def record_model_run(
         the inputs of the model, and the record.
     """
     # This runs before the text, because it may reject the model.
-    repeated = measure_on_repeated_tokens(loaded, show, lang, kinds) if textbook else {}
+    repeated = measure_on_repeated_tokens(loaded, show, lang, kinds, start_token) if textbook else {}
     inputs = _prepare_inputs(loaded, encoded, audio, decoder_text, show, lang)
     with (
         torch.no_grad(),
@@ -382,13 +394,14 @@ def write_page_of_run(
 
 
 def measure_on_repeated_tokens(
-    loaded: LoadedModel, show: ShowStep, lang: str, kinds: Sequence[Kind] = ()
+    loaded: LoadedModel, show: ShowStep, lang: str, kinds: Sequence[Kind] = (), start_token: str | None = None
 ) -> dict[str, RepeatedTokens]:
     """Run the part of the model that reads text on repeated random tokens; return name of a layer -> its result."""
     total = None if loaded.has_decoder else num_layers(loaded)  # only the encoder runs
     with _count_attention_calls(show, locale("look.doing.textbook", lang), total), explain_missing_inputs(loaded):
-        words, start = word_token_ids(loaded.tokenizer), start_token_id(loaded.tokenizer)
-        found = measure_repeated(loaded.encoder_or_model, words, start=start, kinds=(*KINDS, *kinds))
+        words, start = word_token_ids(loaded.tokenizer), start_token_id(loaded.tokenizer, start_token)
+        name = "" if start is None else str(loaded.tokenizer.convert_ids_to_tokens(start))
+        found = measure_repeated(loaded.encoder_or_model, words, start=start, start_token=name, kinds=(*KINDS, *kinds))
     part = next(name for name, module in loaded.model.named_modules() if module is loaded.encoder_or_model)
     return {f"{part}.{name}" if part else name: measured for name, measured in found.items()}
 

@@ -32,6 +32,7 @@ from multihead.record.analysis.chance import (
 from multihead.record.analysis.visibility import Visibility, near_mass, visibility_of
 from multihead.record.layer import LayerRecord
 from multihead.record.notebook import CHANCE_SUFFIX, HeadList, HeadOfLayer, OneLineRepr
+from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import MeasuredStatistic
 
@@ -62,6 +63,7 @@ class LayerKinds:
             the share of attention near the query, which is not in `means`.
         kinds: names of each head's kinds, the most specific first.
         cross_attention: whether the keys come from another text than the queries (cross-attention).
+        repeated: the attention on repeated random tokens; None if it was not measured.
     """
 
     number: int
@@ -71,6 +73,7 @@ class LayerKinds:
     evidence: dict[str, ChanceComparison]
     kinds: tuple[tuple[str, ...], ...]
     cross_attention: bool
+    repeated: RepeatedTokens | None = field(default=None, kw_only=True)
 
     def row(self, head: int) -> dict[str, str | float]:
         """Return the table columns of a head besides its means: its kinds, and the chance levels of its statistics.
@@ -326,7 +329,9 @@ def _profile_of_layer(
     named = kinds_of_heads(found, heads=layer.num_heads, cross_attention=cross_attention, among=among)
     means.pop(NEAR_MASS.name, None)  # used for kinds only, because records do not store the share near the query
     chances = {name: found[name].chance for name in means if name in found}
-    return LayerProfile(layer.number, layer.name, means, chances, found, named, cross_attention, seen[0])
+    return LayerProfile(
+        layer.number, layer.name, means, chances, found, named, cross_attention, seen[0], repeated=layer.repeated
+    )
 
 
 def _statistics_and_chance(
@@ -390,6 +395,8 @@ def findings(
     separators = {token for token, mark in zip(tokens or (), special or (), strict=False) if mark}
     separators -= {tokens[0]} if tokens else set()
     separator = quote(separators.pop()) if len(separators) == 1 else words["separators"]
+    starts = {one.repeated.start_token for one in profiles if one.repeated is not None} - {""}
+    after_start = words["after start"].format(token=quote(starts.pop())) if len(starts) == 1 else ""
     ranked = [(kind.finding, kind.name, kind) for kind in among if kind.finding is not None]
     topics: list[Kind | None] = [
         kind for *_, kind in sorted([*ranked, (RANK_OF_DISTANCE_FINDING, DISTANCE_TOPIC, None)], key=itemgetter(0))
@@ -407,7 +414,7 @@ def findings(
             values = {"value": _format_rounded(value), "chance": _format_rounded(level)}
             brief, sentence = (words[each].format(**values) for each in ("distance.brief", "distance.sentence"))
         else:
-            names = {"first": first, "separator": separator}
+            names = {"first": first, "separator": separator, "after_start": after_start}
             brief, sentence = (
                 topic.fill_sentence(each, lang, value, level, **names) for each in (topic.brief, topic.sentence)
             )
