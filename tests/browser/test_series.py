@@ -83,6 +83,15 @@ def test_another_statistic_has_its_own_scale_and_the_line_of_a_head_follows(show
     assert page.inner_text("#insp h3") == "第 0 层第 2 头"
 
 
+def test_every_statistic_is_defined_on_the_page_and_in_the_list_of_words(shown: Callable[..., Page]) -> None:
+    page = shown()
+    assert page.locator("#defs dt").all_inner_texts() == ["Previous", "Entropy"]
+    assert "mh.observe" in page.inner_text("section:has(#defs) .note")
+    page.keyboard.press("?")
+    words = page.locator("dialog[open] dl").last.locator("dt").all_inner_texts()
+    assert words == ["previous", "entropy", "chance"]
+
+
 def test_a_notebook_shows_the_film_in_its_frame(shown: Callable[..., Page]) -> None:
     page = shown(framed=True)
     film = page.frame_locator("iframe")

@@ -205,3 +205,9 @@ def test_an_unknown_language_is_refused() -> None:
 def test_looking_up_texts_needs_no_torch() -> None:
     look_up = "from multihead.locale.texts import text; text('look.kind', 'zh')"
     subprocess.run([sys.executable, "-c", f"import sys; {look_up}; assert 'torch' not in sys.modules"], check=True)
+
+
+@pytest.mark.parametrize("name", [name for name, probe in PROBES.items() if probe.axes == "queries"])
+def test_every_statistic_that_a_page_shows_has_a_definition(name: str) -> None:
+    if name != "largest_key":  # the index of a key has no mean, so no column
+        assert all(f"page.definition.{name}" in texts for texts in (ENGLISH, CHINESE))

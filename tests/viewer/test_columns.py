@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
 from multihead.locale.texts import statistic_label
-from multihead.probes import PROBES, Statistic
+from multihead.probes import PROBES, Probe, Statistic
 from multihead.probes.catalogue import REPEAT_PROBES, statistic
 from multihead.viewer.columns import columns_not_recorded, describe_column, names_of_statistics
 
@@ -17,12 +18,14 @@ def test_a_label_and_a_unit_are_in_the_language_of_the_page() -> None:
         "label": "distance",
         "unit": "tokens",
         "format": ".1f",
+        "about": "",
     }
     assert describe_column(statistic("mean_distance"), "zh") == {
         "id": "mean_distance",
         "label": "平均距离",
         "unit": "词元",
         "format": ".1f",
+        "about": "",
     }
 
 
@@ -34,7 +37,10 @@ def test_a_statistic_of_a_script_keeps_its_label_and_unit_in_every_language() ->
             "label": "late\\x1b keys",
             "unit": "nats per key",
             "format": ".3g",
+            "about": "",
         }
+    probe = Probe("last_mass", itemgetter("entropy"), {"entropy"}, about="the last key\x1b")
+    assert describe_column(probe, "en")["about"] == "the last key\\x1b"
 
 
 def test_separators_have_the_column_after_special_tokens() -> None:

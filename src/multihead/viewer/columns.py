@@ -9,7 +9,7 @@ from multihead.kinds import MIXED, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import statistic_label, unit_label
 from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR_STATISTIC, statistic
-from multihead.probes.probe import Statistic
+from multihead.probes.probe import Probe, Statistic
 from multihead.record.analysis.highlights import LayerKinds, evidence_of_kind
 
 
@@ -18,16 +18,17 @@ def describe_column(shown: Statistic, lang: str) -> dict[str, str]:
 
     Returns:
         id (the name of the statistic, also used in addresses and filters), label and unit in the page's language (""
-        for no unit), and format, see `Statistic.number_format`.
+        for no unit), format, see `Statistic.number_format`, and about: the definition of a probe, in English.
 
     >>> describe_column(Statistic("late_mass", label="late", number_format="share"), "en")
-    {'id': 'late_mass', 'label': 'late', 'unit': '%', 'format': 'share'}
+    {'id': 'late_mass', 'label': 'late', 'unit': '%', 'format': 'share', 'about': ''}
     """
     return {
         "id": shown.name,
         "label": escape_controls(statistic_label(shown.name, lang, shown.label)),
         "unit": escape_controls(unit_label(shown.unit, lang)),
         "format": shown.number_format,
+        "about": escape_controls(shown.about) if isinstance(shown, Probe) and shown.name not in PROBES else "",
     }
 
 

@@ -150,7 +150,7 @@ addEventListener('beforeprint', () => { showRows(true); headsTable(); });
 addEventListener('afterprint', () => { showRows(false); headsTable(); });
 
 palette();
-definitions($('defs'), D.columns.map(one => [one.id, one.label]), LIST.heads.some((_, i) => kindsOf(i).length) ? D.legend : []);
+definitions($('defs'), D.columns, LIST.heads.some((_, i) => kindsOf(i).length) ? D.legend : []);
 $('helps').append(helpButton([[['←', '→', '↑', '↓'], 'press.neighbour'], [['Enter'], 'press.open'], [['Esc'], 'press.back'], [['?'], 'press.help']], [[translate('shows.divergence'), translate('divergence words')], chanceWords()]));
 overview();
 route();

@@ -3,8 +3,9 @@ import { dark, paint, palette, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { drawHeads } from '../shared/headgrid.js';
 import { HeadList } from '../shared/headlist.js';
+import { chanceWords, helpButton } from '../shared/help.js';
 import { count, known } from '../shared/numbers.js';
-import { definitions, numbersTable, statistic, statisticScale, withUnit } from '../shared/statistics.js';
+import { definitions, described, numbersTable, statistic, statisticScale, withUnit } from '../shared/statistics.js';
 import { svg } from '../shared/svg.js';
 import { fittedToWindow, whenWidthChanges } from '../shared/window.js';
 
@@ -113,6 +114,7 @@ $('grid').addEventListener('keydown', event => {
 dark.addEventListener('change', draw);
 whenWidthChanges(draw);
 
-definitions($('defs'), D.columns.map(one => [one.id, one.label]), []);
+definitions($('defs'), D.columns, []);
+$('helps').append(helpButton([[['←', '→', '↑', '↓'], 'press.neighbour'], [['?'], 'press.help']], [...described(D.columns), chanceWords()]));
 stop();
 draw();

@@ -13,10 +13,10 @@ function writer(format) {
 
 // One statistic: values per head; full(i), if given, is the largest value possible for head i; chance, if known, is what
 // an even spread over the visible keys gives, per head.
-export function statistic({ id, label, unit, format }, values, full, chance = []) {
+export function statistic({ id, label, unit, format, about }, values, full, chance = []) {
   const show = writer(format), percentage = format === 'share', max = Math.max(1e-9, ...values.filter(known)), top = percentage ? () => 1 : full ?? (() => max);
   return {
-    id, label, values, unit, times: percentage ? 100 : 1, percentage,
+    id, label, about, values, unit, times: percentage ? 100 : 1, percentage,
     filled: i => known(values[i]) ? values[i] / (top(i) || 1) : 0,
     number: i => known(values[i]) ? show(values[i]) : '–',
     text: i => known(values[i]) ? show(values[i]) + (percentage ? NBSP + '%' : '') : '–',
@@ -46,10 +46,13 @@ export const numberRows = (statistics, i) => [
 // The small table of a head.
 export const numbersTable = (statistics, i) => el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(statistics, i)));
 
-// Fill a box with the definitions of the statistics [name, label], where there is a text, and of the kinds of a legend that were measured.
+// [label, definition] of the statistics that have one: in the texts of the page, or as their own text.
+export const described = statistics => statistics.map(({ id, label, about }) => [label, knows('definition.' + id) ? translate('definition.' + id) : about]).filter(([, words]) => words);
+
+// Fill a box with the definitions of statistics, and of the kinds of a legend that were measured.
 export function definitions(box, statistics, legend) {
   const entry = (title, words, kind) => el('div', kind ? { k: kind } : {}, el('dt', {}, ...(kind ? [glyph(kind)] : []), title[0].toLocaleUpperCase() + title.slice(1)), el('dd', { textContent: words }));
   box.replaceChildren(
-    ...statistics.filter(([name]) => knows('definition.' + name)).map(([name, label]) => entry(label, translate('definition.' + name))),
+    ...described(statistics).map(([label, words]) => entry(label, words)),
     ...legend.filter(kind => kind.measured).map(kind => entry(kind.label, kind.about, kind.id)));
 }

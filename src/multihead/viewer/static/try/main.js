@@ -135,7 +135,7 @@ function keyboard() {
     does();
   });
   $('helps').append(helpButton([[['←', '→', '↑', '↓'], 'does.walk'], [['Enter'], 'does.toggle'], [['⇧', 'Enter'], 'does.layer'], [['Ctrl', 'Z'], 'does.undo'], [['x'], 'does.on'], [['e'], 'does.edit'], [['Ctrl', 'Enter'], 'does.apply'], [['Esc'], 'does.stop'], [['?'], 'press.help']],
-    ['off', 'loss', 'divergence', 'maps', 'effect'].map(name => [translate('word.' + name), translate('means.' + name)])));
+    ['off', 'loss', 'divergence', 'maps', 'effect', 'nat'].map(name => [translate('word.' + name), translate('means.' + name)])));
 }
 
 function listenAll() {

@@ -6,6 +6,7 @@ import { labelOf } from './words.js';
 
 // A token in quotation marks; its direction does not leave them.
 export const quoted = token => translate('quoted', { token: `\u2068${token}\u2069` });
+const SMALLEST_CHANGE = .01;  // of a similarity, below which the sentence says that it hardly changes
 export const three = value => value.toFixed(3).replace('-', '−');  // a similarity
 const likeliest = (next, side) => next.reduce((best, one) => one[side] > best[side] ? one : best);
 
@@ -32,14 +33,15 @@ export function sentence() {
     if (words.sentences.length < 2) line = translate('one sentence');
     else {
       const { alike, changed } = pairs(words.similarity, change.similarity);
-      line = touched ? translate('similarity changed', { change: changeNamed(), a: changed.a, b: changed.b, before: three(changed.before), after: three(changed.after) }) : translate('most alike', { a: alike.a, b: alike.b, value: three(alike.before) });
+      line = touched ? translate(Math.abs(changed.after - changed.before) < SMALLEST_CHANGE ? 'similarity stays' : 'similarity changed', { change: changeNamed(), a: changed.a, b: changed.b, before: three(changed.before), after: three(changed.after) }) : translate('most alike', { a: alike.a, b: alike.b, value: three(alike.before) });
     }
   } else {
     const top = likeliest(change.next, 'before'), now = likeliest(change.next, 'after'), where = last ? translate('where next') : translate('where after', { token: quoted(labelOf(chosen())) });
     if (!touched) line = translate('expects', { token: quoted(top.token), where, share: short(top.before) });
     else {
       const most = now === top ? '' : translate('most', { token: quoted(now.token), share: short(now.after) });
-      line = translate(last ? 'expects now' : 'expects now after', { change: changeNamed(), token: quoted(top.token), where, before: short(top.before), after: short(top.after), most }) + translate(change.worse === 1 ? 'worse 1' : 'worse', { n: change.worse, all: change.predictions });
+      const [next, later] = short(top.after) === short(top.before) ? ['expects still', 'expects still after'] : ['expects now', 'expects now after'];
+      line = translate(last ? next : later, { change: changeNamed(), token: quoted(top.token), where, before: short(top.before), after: short(top.after), most }) + translate(change.worse === 1 ? 'worse 1' : 'worse', { n: change.worse, all: change.predictions });
     }
   }
   $('sentence').textContent = [line, ...(touched ? [] : [translate('click')])].join(translate('join.sentences'));

@@ -25,9 +25,10 @@ export function sweepButton() {
   $('sweep').setAttribute('aria-pressed', String(control !== null));
 }
 
-function strongest() {
+function largestEffects() {
   const { record } = found, order = [...effects].sort(([, a], [, b]) => Math.abs(b) - Math.abs(a)).slice(0, STRONGEST);
-  return order.map(([i, value]) => `${record.short(i)}\u00a0${signed(value, 2) || '0'}`).join(translate('join.comma'));
+  const heads = order.map(([i, value]) => `${record.short(i)}\u00a0${signed(value, 2) || '0'}`).join(translate('join.comma'));
+  return translate(found.model.kind === 'encoder' ? 'largest effects similarity' : 'largest effects', { heads });
 }
 
 // How long the sweep took, and the peak memory of the process where the operating system reports it.
@@ -60,7 +61,7 @@ export async function sweep(begin, failed) {
   }
   const stopped = mine.signal.aborted;
   if (control === mine) control = null;
-  if (!stopped || last) $('swept').textContent = whole ? translate('swept', { heads: strongest(), seconds: whole.seconds.toFixed(1) }) : last ? translate('sweep stopped', { done: last.done, total: last.total, heads: strongest() }) : '';
+  if (!stopped || last) $('swept').textContent = whole ? translate('swept', { effects: largestEffects(), seconds: whole.seconds.toFixed(1) }) : last ? translate('sweep stopped', { done: last.done, total: last.total, effects: largestEffects() }) : '';
   if (!effects.size) $('swept').textContent = '';
   sweepButton();
   $('sweep').title = whole ? summary(whole, record.heads.length) : '';

@@ -48,7 +48,7 @@ export function overview(shown, openHead) {
   statisticsTable();
   links();
   changed(record);
-  definitions($('defs'), [...record.metrics.map(one => [one.id, one.label]), ...(record.received ? [['received', record.labels.received]] : [])], record.legend);
+  definitions($('defs'), [...record.metrics, ...(record.received ? [{ id: 'received', label: record.labels.received }] : [])], record.legend);
   $('endsnote').hidden = !['previous_mass', 'next_mass'].every(id => record.metrics.some(one => one.id === id));
   $('foot').textContent = view.foot;
 }
