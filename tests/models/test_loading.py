@@ -22,7 +22,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import multihead as mh
 from multihead.errors import ArgumentError, InputError, MissingPackageError, ModelError
 from multihead.models.loading import (
-    CONTINUATION_MARK,
     EncodedText,
     LoadedModel,
     decoder_input,
@@ -32,6 +31,7 @@ from multihead.models.loading import (
     saved_head,
     silence_transformers,
 )
+from multihead.models.tokens import CONTINUATION_MARK
 from tests.families import family
 from tests.gguf_file import written
 

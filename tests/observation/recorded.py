@@ -80,7 +80,7 @@ class Tokenizer:
     all_special_ids = (7,)
 
     def convert_ids_to_tokens(self, id_: int) -> str:
-        return "<s>"
+        return "<s>" if id_ == 7 else str(id_)
 
     def decode(self, many: list[int]) -> str:
         return " ".join(str(each) for each in many)

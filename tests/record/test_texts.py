@@ -43,16 +43,19 @@ def test_a_tokenizer_names_the_tokens_of_all_texts() -> None:
     assert [text.special for text in record.texts] == [[True, False], [False, False]]
 
 
-def test_pieces_of_words_are_joined_by_a_tokenizer_of_word_pieces() -> None:
+def test_the_gap_before_a_word_is_unknown_and_pieces_of_words_have_none() -> None:
     class Pieces(Tokenizer):
-        def convert_ids_to_tokens(self, ids: int) -> str:
-            return "##ll" if ids == 3 else "<s>" if ids == 7 else "gu"
+        def convert_ids_to_tokens(self, id_: int) -> str:
+            return "##ll" if id_ == 3 else super().convert_ids_to_tokens(id_)
 
-    record = read(torch.tensor([[7, 4, 3]]))
+        def decode(self, many: list[int]) -> str:
+            return super().decode(many).replace(" 3", "ll")
+
+    record = read(torch.tensor([[7, 4, 3, 5]]))
     record.name_tokens(Pieces())
-    assert record.texts[0].gaps == [None, None, ""]
+    assert (record.texts[0].tokens, record.texts[0].gaps) == (["<s>", "4", "ll", "5"], [None, "", "", None])
     record.name_tokens(Tokenizer())
-    assert record.texts[0].gaps is None
+    assert (record.texts[0].tokens, record.texts[0].gaps) == (["<s>", "4", "3", "5"], [None, "", None, None])
 
 
 def test_a_tokenizer_given_to_observe_names_them_and_tells_its_marks() -> None:

@@ -12,11 +12,14 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 import torch
+import transformers as hf
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 import multihead as mh
 from multihead.errors import InputError, ModelError
-from multihead.models.loading import describe
+from multihead.models.loading import LoadedModel, describe
 from multihead.viewer import trial as trials
 from multihead.viewer.trial import Trial, load_for_trial, open_trial
 from multihead.viewer.trial_routes import TrialSite
@@ -111,7 +114,7 @@ class TestALanguageModel:
         for id_, pair in shown.items():
             assert pair == (pytest.approx(float(p[id_]), abs=1e-6), pytest.approx(float(q[id_]), abs=1e-6))
         words = {trial.loaded.tokenizer.decode([each["id"]]): each["token"] for each in changed["next"]}
-        assert all(token == f" {word}" for word, token in words.items())  # with the space that the text would have
+        assert all(token == word for word, token in words.items())  # no token of this vocabulary has a space
         assert changed["others"]["after"] == pytest.approx(1 - sum(after for _, after in shown.values()), abs=1e-9)
         assert (changed["layers"], changed["whole"], changed["why_whole"]) == (layers, False, None)
 
@@ -322,3 +325,27 @@ def test_a_first_text_that_is_too_short_is_an_error_before_the_heads_are_measure
     with pytest.raises(InputError, match="1 token"):
         open_trial(loaded, text="key", show=lambda step, *_: steps.append(step))
     assert steps == []
+
+
+def test_look_observe_and_try_name_the_tokens_alike_and_a_predicted_byte_by_its_value() -> None:
+    vocabulary = ["<unk>", "▁", "猫", "坐", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(
+        BPE({piece: place for place, piece in enumerate(vocabulary)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=len(vocabulary))).eval()
+    text, names = "猫坐 é", ["", "猫", "坐", " ", "é", "⤷"]
+    assert mh.look(model, text, tokenizer=tokenizer, textbook=False, show=False).texts[0].tokens == names
+    with torch.no_grad(), mh.observe(model, tokenizer=tokenizer) as seen:
+        model(**tokenizer(text, return_tensors="pt"))
+    assert seen.texts[0].tokens == names
+    trial = open_trial(LoadedModel("tiny", "tiny", model, tokenizer, head="language"), text=text)
+    run = trial.read_text(text, lambda: False)
+    described = trial.describe_text(run, "en")
+    assert [each["text"] for each in described["tokens"]] == ["", "猫", "坐", " ", "é", ""]
+    for byte in (0xE5, 0xBD):
+        assert run.decode_next_token(vocabulary.index(f"<0x{byte:02X}>"), 1) == f"<0x{byte:02X}>"

@@ -17,7 +17,7 @@ from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, table_options, write_tables
 from multihead.errors import InputError
 from multihead.files import check_writable, read_text_file
-from multihead.locale.escaping import escape_controls
+from multihead.locale.escaping import escape_controls, isolate_direction
 from multihead.locale.texts import section
 from multihead.locale.texts import text as locale
 
@@ -256,9 +256,11 @@ def _compare_predictions(
 def _predict(loaded: LoadedModel, logits: Tensor, ids: Tensor) -> Prediction:
     """Return what the logits of a text, (tokens, vocabulary), predict."""
     from multihead.interventions.predictions import likeliest_tokens, token_losses
+    from multihead.models.tokens import name_predicted_token
 
     (token,), (probability,) = (each.tolist() for each in likeliest_tokens(logits[-1], 1))
-    return Prediction(float(token_losses(logits, ids).mean()), loaded.tokenizer.decode([token]), probability)
+    name = name_predicted_token(loaded.tokenizer, token, ids.tolist())
+    return Prediction(float(token_losses(logits, ids).mean()), name, probability)
 
 
 def _table_rows(compared: Sequence[PredictionComparison]) -> list[dict[str, Any]]:
@@ -284,13 +286,18 @@ def _print_table(compared: Sequence[PredictionComparison], lang: str) -> None:
         table.add_column(words[name], justify="left" if left else "right", overflow="fold")
 
     def format_token(token: str | None, probability: float | None) -> str:
-        return "" if token is None else f'"{escape_controls(token)}" {probability:.1%}'.replace("%", " %")
+        return (
+            ""
+            if token is None
+            else f'"{isolate_direction(escape_controls(token))}" {probability:.1%}'.replace("%", " %")
+        )
 
     rows = _table_rows(compared)
     for row in rows:
         error = row["standard_error"]
+        label = words["mean of texts"].format(texts=len(compared)) if row["text"] is None else row["text"]
         table.add_row(
-            words["mean of texts"].format(texts=len(compared)) if row["text"] is None else escape_controls(row["text"]),
+            isolate_direction(escape_controls(label)),
             f"{row['tokens']:,}",
             *(f"{row[name]:.3f}" for name in ("loss_before", "loss_after")),
             f"{row['difference']:+.3f}",

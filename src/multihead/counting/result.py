@@ -29,8 +29,9 @@ from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, check_kinds
-from multihead.locale.escaping import escape_controls
+from multihead.locale.escaping import escape_controls, isolate_direction
 from multihead.locale.texts import check_language
+from multihead.models.tokens import CONTINUATION_MARK
 from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
@@ -88,9 +89,10 @@ class Example:
     def __str__(self) -> str:
         """Return one line: the value, and the text around the query, which is marked."""
         place = self.position - self.start
-        before, after = ("".join(each) for each in (self.tokens[:place], self.tokens[place + 1 :]))
-        line = f"{before}»{self.token}«{after}"
-        return escape_controls(f"{self.value:.3f}  {' '.join(line.split())}")
+        shown = ["" if token == CONTINUATION_MARK else token for token in self.tokens]
+        before, after = ("".join(each) for each in (shown[:place], shown[place + 1 :]))
+        line = escape_controls(" ".join(f"{before}»{self.token}«{after}".split()))
+        return f"{self.value:.3f}  {isolate_direction(line)}"
 
 
 @dataclass(frozen=True, repr=False)

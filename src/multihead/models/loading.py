@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -23,14 +22,12 @@ from multihead.errors.arguments import join_first
 from multihead.errors.optional import require
 from multihead.models.claims import check_configured_sizes, read_gguf_layer_counts
 from multihead.models.source import FoundModel, find_model, hub_access, local_path, unknown_model_error
+from multihead.models.tokens import name_tokens
 from multihead.tensors.undo import Undo
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-CONTINUATION_MARK = "⤷"
-"""Text of a token that is a further part of a character of which an earlier token shows the whole."""
 
 OutputHead = Literal["language", "masked"]
 """Output head: "language" predicts the next token, "masked" (of an encoder) predicts masked tokens."""
@@ -40,7 +37,6 @@ _GENERATING_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"
 # names of encoder-decoder model classes with the output head that generates the decoder's text
 _GENERATING_MODEL_NAME = re.compile("ConditionalGeneration|LMHead|MTModel")
 _AUTO_CLASSES: tuple[str, ...] = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
-_REPLACEMENT_CHARACTER = "\ufffd"  # the replacement character, to which incomplete UTF-8 is decoded
 _HOW_TO_SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
 # largest number of missing weights that an error names; BERT's output head for masked tokens has six
 _MAX_LISTED_MISSING_WEIGHTS = 6
@@ -174,11 +170,11 @@ class EncodedText:
 
     Attributes:
         ids: (1, tokens), int64.
-        tokens: text of each token; `CONTINUATION_MARK` for a further token of the same character.
+        tokens: name of each token, see `name_tokens`.
         special: whether each token is a special token, such as [CLS].
         unknown: whether each token is the unknown token of the vocabulary.
         offsets: start and end of each token in the text, characters; (0, 0) for special tokens.
-        gaps: text between the previous token and each token; None if the tokenizer has no offsets.
+        gaps: text between the previous token and each token, which no token stands for; None where it is unknown.
     """
 
     ids: Tensor
@@ -365,8 +361,12 @@ def tokenize_texts(loaded: LoadedModel, texts: Sequence[str], *, tokens: int) ->
         texts: the texts.
         tokens: truncate each text to this many tokens, special tokens included.
     """
-    rows = _tokenize(loaded.tokenizer, texts, tokens)
-    return [_token_texts(loaded.tokenizer, *row, text, gaps=True) for row, text in zip(rows, texts, strict=True)]
+    rows = zip(_tokenize(loaded.tokenizer, texts, tokens), texts, strict=True)
+    named = (
+        name_tokens(loaded.tokenizer, ids, special, text=text, offsets=offsets)
+        for (ids, special, offsets), text in rows
+    )
+    return [[(gap or "") + name for gap, name in zip(each.gaps, each.names, strict=True)] for each in named]
 
 
 def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str | None = None) -> EncodedText:
@@ -626,65 +626,8 @@ def _encoded_text(
     offsets: list[tuple[int, int]] | None = None,
     text: str = "",
 ) -> EncodedText:
-    """Return token ids as an encoded text; without offsets in `text`, each token is decoded, and gaps are unknown."""
+    """Return token ids as an encoded text; without offsets in `text`, the tokens are decoded."""
     unknown = [each == tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
-    shown = _token_texts(tokenizer, ids, special, offsets, text)
-    gaps: list[str | None] | None = None
-    if offsets is not None:
-        ends = accumulate((end for _, end in offsets), max, initial=0)
-        gaps = [
-            None if start == end else text[before:start] for before, (start, end) in zip(ends, offsets, strict=False)
-        ]
-    return EncodedText(torch.tensor([ids]), shown, special, unknown, offsets or [(0, 0)] * len(ids), gaps)
-
-
-def _token_texts(
-    tokenizer: Any,
-    ids: Sequence[int],
-    special: Sequence[bool],
-    offsets: Sequence[tuple[int, int]] | None,
-    text: str,
-    *,
-    gaps: bool = False,
-) -> list[str]:
-    """Return the text between the offsets of each token, or the decoded token if the tokenizer has no offsets.
-
-    Tokens that make up one character have the same offsets. With `gaps`, the text of a token begins where the previous
-    token ends.
-    """
-    if offsets is None:
-        return decode_tokens(tokenizer, ids, special)
-    shown: list[str] = []
-    reached = 0
-    for id_, (start, end), mark in zip(ids, offsets, special, strict=True):
-        if mark:
-            shown.append(str(tokenizer.convert_ids_to_tokens(id_)))
-        elif start == end:
-            shown.append(str(tokenizer.decode([id_])))
-        else:
-            shown.append(text[reached if gaps else max(start, reached) : end] if end > reached else CONTINUATION_MARK)
-            reached = max(reached, end)
-    return shown
-
-
-def decode_tokens(tokenizer: Any, ids: Sequence[int], special: Sequence[bool]) -> list[str]:
-    """Return the text of each token, decoded one by one; tokens that share a character are decoded together."""
-    shown: list[str] = []
-    first = 0
-    for index, (id_, mark) in enumerate(zip(ids, special, strict=True)):
-        if mark:
-            shown.append(str(tokenizer.convert_ids_to_tokens(id_)))
-            first = index + 1
-            continue
-        piece = str(tokenizer.decode(list(ids[first : index + 1])))
-        shown.append(CONTINUATION_MARK if index > first else piece)
-        if piece and not piece.endswith(_REPLACEMENT_CHARACTER):  # some tokenizers decode an incomplete character to ""
-            shown[first] = piece
-            first = index + 1
-    return shown
-
-
-def wordpiece_continuations(tokenizer: Any, ids: Sequence[int]) -> list[str | None] | None:
-    """Return per token "" for a WordPiece token that continues a word ("##ing"), else None; None if no token does."""
-    continues = [str(tokenizer.convert_ids_to_tokens(id_)).startswith("##") for id_ in ids]
-    return ["" if each else None for each in continues] if any(continues) else None
+    named = name_tokens(tokenizer, ids, special, text=text, offsets=offsets)
+    spans = named.spans or [(0, 0)] * len(ids)
+    return EncodedText(torch.tensor([ids]), named.names, special, unknown, spans, named.gaps)

@@ -174,7 +174,7 @@ class Record:
             tokenizer: a Hugging Face tokenizer, or anything with `convert_ids_to_tokens`, `decode` and
                 `all_special_ids`.
         """
-        from multihead.models.loading import decode_tokens, wordpiece_continuations
+        from multihead.models.tokens import name_tokens
 
         known: dict[tuple[int, ...], Text] = {}
         marks = frozenset(tokenizer.all_special_ids)
@@ -182,8 +182,8 @@ class Record:
             key = tuple(ids.tolist())
             if key not in known:
                 special = [each in marks for each in key]
-                gaps = wordpiece_continuations(tokenizer, key)
-                known[key] = Text(ids, decode_tokens(tokenizer, key, special), special, gaps)
+                named = name_tokens(tokenizer, key, special)
+                known[key] = Text(ids, named.names, special, named.gaps)
             text.complete_text = known[key]
 
     def table(

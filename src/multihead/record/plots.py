@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from multihead.errors.optional import require
-from multihead.locale.escaping import escape_controls
+from multihead.locale.escaping import escape_controls, label_of_token
 from multihead.probes.probe import Statistic
 from multihead.record.blocks import checked_slice_ends
 from multihead.record.layer import LayerRecord
@@ -71,7 +71,7 @@ def plot_map(
     ):
         if tokens is not None and last - first <= MAX_TOKEN_LABELS:
             axis.set_ticks(
-                np.arange(first, last) + 0.5, [escape_controls(token).strip() or "␣" for token in tokens[first:last]]
+                np.arange(first, last) + 0.5, [escape_controls(label_of_token(token)) for token in tokens[first:last]]
             )
             axis.set_tick_params(length=0, labelsize="small")
     ax.tick_params("x", rotation=90 if columns[1] - columns[0] <= MAX_TOKEN_LABELS else 0)

@@ -1,23 +1,22 @@
 """Lay out tokens as running text: the gap before each token, its shown text, and its label on a ruler.
 
-Only this module, on the server, converts tokens to text: it knows the conventions of byte-level, SentencePiece and
-WordPiece tokenizers, gaps, labels, and control characters, which are shown by their code point.
+Only this module, on the server, lays out tokens: named ones, see `models.tokens`, and entries of a vocabulary of a
+byte-level, SentencePiece or WordPiece tokenizer. It knows gaps, labels, and control characters, which are shown by
+their code point.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 from multihead.errors import ShapeError
-from multihead.models.loading import CONTINUATION_MARK
+from multihead.locale.escaping import label_of_token
+from multihead.models.tokens import CONTINUATION_MARK, byte_of_each_character
 
 SPECIAL_FLAG, UNKNOWN_FLAG, PIECE_FLAG = 1, 2, 4
 """Flags of a token: a special token, a token missing from the vocabulary, a piece of a character."""
-
-_VISIBLE_SIGNS = {" ": "␣", "\n": "↵", "\r": "↵", "\t": "⇥", "\u00a0": "␣", "\u3000": "␣"}
 
 # Control characters, marks that change the direction of the text, and invisible characters. Neither a token nor the
 # text between two tokens may act on the page, so each is replaced by its code point.
@@ -88,7 +87,7 @@ def layout_of_tokens(
     return {
         "gaps": [_escape_invisible_characters(gap) for gap, _ in pieces],
         "shown": [_escape_invisible_characters(shown) for _, shown in pieces],
-        "labels": [_label_of_token(_escape_invisible_characters(token)) for token in tokens],
+        "labels": [label_of_token(_escape_invisible_characters(token)) for token in tokens],
         "flags": flags,
         "tail": _escape_invisible_characters(tail),
     }
@@ -168,16 +167,8 @@ def _decode_byte_tokens(tokens: Sequence[str], flags: list[int]) -> list[str]:
 
 def _decode_byte_token(token: str) -> str:
     """Decode a byte-level token, in which each byte is a printable character."""
-    byte_of = _byte_of_each_character()
+    byte_of = byte_of_each_character()
     return bytes(map(byte_of.__getitem__, token)).decode("utf-8", "replace") if byte_of.keys() >= set(token) else token
-
-
-@cache
-def _byte_of_each_character() -> dict[str, int]:
-    """Return the byte of each printable character of byte-level tokenizers (GPT-2)."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def _slice_text(
@@ -187,7 +178,9 @@ def _slice_text(
     at = 0
     after_mark = False
     for i, (start, stop) in enumerate(offsets):
-        if stop <= start:  # a special token without text, such as [CLS]
+        if stop <= start and not tokens[i]:  # a space that the tokenizer prepended
+            yield "", ""
+        elif stop <= start:  # a special token without text, such as [CLS]
             yield " " if i else "", tokens[i]
             after_mark = True
         elif stop <= at:  # several tokens may share one character, and the first one has shown it
@@ -205,9 +198,3 @@ def _slice_text(
 def _escape_invisible_characters(text: str) -> str:
     """Replace each control or invisible character by its code point, such as U+200B."""
     return _CONTROL_CHARACTERS.sub(lambda found: f"U+{ord(found[0]):04X}", text)
-
-
-def _label_of_token(token: str) -> str:
-    """Return a token's label on a ruler: without surrounding spaces, or visible signs if it is only spaces."""
-    bare = token.strip()
-    return bare or "".join(_VISIBLE_SIGNS.get(letter, letter) for letter in token) or "∅"

@@ -31,6 +31,7 @@ from multihead.interventions.sweep import BatchInputs, sweep_layers
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text as locale
 from multihead.models.loading import EncodedText, LoadedModel, ModelDescription, encode, family_head, load
+from multihead.models.tokens import CONTINUATION_MARK, name_predicted_token, name_tokens
 from multihead.models.use import use
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
@@ -64,8 +65,6 @@ MAX_CONTINUATION_TOKENS = 40
 """Number of tokens of a greedy continuation of the text."""
 
 _MAX_STORED_RUNS = 2
-# tokens decoded before a next token, because many tokenizers leave out the space before a single token
-_NUM_CONTEXT_TOKENS = 8
 _MAX_SWEEP_BYTES = 1 << 28  # largest number of bytes of the predictions of all copies of a batch in a sweep: 256 MiB
 
 HeadFactors = Mapping[tuple[int, int], float]
@@ -112,11 +111,9 @@ class TextRun:
         return token_losses(self.predictions_before, self.batch["input_ids"])[0]
 
     def decode_next_token(self, token_id: int, position: int) -> str:
-        """Return the text that a token adds after the token at `position`; for a part of a character, its own text."""
-        tokenizer = self.loaded.tokenizer
-        before = self.batch["input_ids"][0, max(position - _NUM_CONTEXT_TOKENS, 0) : position + 1].tolist()
-        added = _decode(tokenizer, [*before, token_id])[len(_decode(tokenizer, before)) :]
-        return escape_controls(added or _decode(tokenizer, [token_id]))
+        """Return the text that a token adds after the token at `position`; bytes that are no character as "<0xE5>"."""
+        before = self.batch["input_ids"][0, : position + 1].tolist()
+        return escape_controls(name_predicted_token(self.loaded.tokenizer, token_id, before))
 
 
 class Trial:
@@ -527,6 +524,7 @@ class _TokenWriter:
         self.tokens: list[str] = []
         self._tokenizer, self._write, self._is_cancelled = tokenizer, write, is_cancelled
         self._ids: list[int] = []
+        self._num_written = 0  # tokens, with those of the prompt
         self._text = ""
 
     def put(self, value: Tensor) -> None:
@@ -536,7 +534,7 @@ class _TokenWriter:
         self._ids += value.flatten().tolist()
         text = _decode(self._tokenizer, self._ids)
         if is_prompt:
-            self._text = text
+            self._num_written, self._text = len(self._ids), text
         elif not text.endswith("\ufffd"):  # an incomplete character is written when its other tokens arrive
             self._write_new_text()
 
@@ -546,10 +544,15 @@ class _TokenWriter:
 
     def _write_new_text(self) -> None:
         text = _decode(self._tokenizer, self._ids)
-        new, self._text = escape_controls(text[len(self._text) :]), text
+        new = text[len(self._text) :]
+        if "\ufffd" in new:  # bytes that are no character are named one by one
+            ids = self._ids[self._num_written - 1 :]
+            names = name_tokens(self._tokenizer, ids, [False] * len(ids)).names[1:]
+            new = "".join(name for name in names if name != CONTINUATION_MARK)
+        self._num_written, self._text = len(self._ids), text
         if new:
-            self.tokens.append(new)
-            self._write([new])
+            self.tokens.append(escape_controls(new))
+            self._write([self.tokens[-1]])
 
 
 def load_for_trial(

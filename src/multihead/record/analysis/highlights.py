@@ -15,7 +15,7 @@ from torch import Tensor
 
 from multihead.errors import ProbeError
 from multihead.kinds import KINDS, MIXED, NEAR_MASS, Kind, kinds_named
-from multihead.locale.escaping import escape_controls
+from multihead.locale.escaping import escape_controls, isolate_direction, label_of_token
 from multihead.locale.texts import section
 from multihead.probes.catalogue import SEPARATOR_STATISTIC, statistic
 from multihead.probes.probe import Statistic
@@ -389,7 +389,7 @@ def findings(
     words = section(lang, "common", "findings")
 
     def quote(token: str) -> str:
-        return words["quoted"].format(token=escape_controls(token))
+        return words["quoted"].format(token=isolate_direction(escape_controls(label_of_token(token))))
 
     first = quote(tokens[0]) if tokens else words["a first token"]
     separators = {token for token, mark in zip(tokens or (), special or (), strict=False) if mark}

@@ -6,6 +6,7 @@ const MAX_CHARACTERS = 60;  // shown of one token
 export const SPECIAL = 1;
 export const UNKNOWN = 2;
 export const PART = 4;
+export const FURTHER = '⤷';  // the name of a token that is a further part of a character
 
 // A token joins the one before it if the text between them is empty and neither is special, as pieces of a word do.
 const joins = (text, p) => p > 0 && p < text.shown.length && !text.gaps[p] && !((text.flags[p] | text.flags[p - 1]) & SPECIAL) && !/^\s|\s$/.test(text.shown[p - 1].slice(-1) + text.shown[p].slice(0, 1));
