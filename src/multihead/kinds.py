@@ -200,6 +200,15 @@ def check_kinds(kinds: Sequence[object]) -> None:
         names.add(kind.name)
 
 
+def another_probe_error(kind: Kind) -> ArgumentError:
+    """Return the error for a kind whose probe has the name of a statistic that was measured by another function."""
+    return ArgumentError(
+        f"The kind {kind.name} is measured by {kind.statistic!r}, and the statistic of this name was measured by "
+        "another function.",
+        "Give the probe that was measured, or measure this one under another name.",
+    )
+
+
 def kinds_named(names: Sequence[str], among: Sequence[Kind]) -> list[Kind]:
     """Return the kinds of these names, in the order of `among`; all of them without a name.
 

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,3 +166,38 @@ class TestProbes:
         mine = probes.Probe("offset_plus_2_mass", lambda parts: parts["entropy"], {"entropy"})
         with pytest.raises(ArgumentError, match=r"^The probe offset_plus_2_mass is defined in a script"):
             replace(plan, probes=(identity_of_probe(mine),)).built_in_probes()
+
+    def test_one_of_the_library_is_described_as_before_functions_were_compared(self) -> None:
+        for each in (*probes.PROBES.values(), probes.offset_mass(-5), probes.tokens_mass("digits", (3, 4))):
+            assert "function" not in identity_of_probe(each)
+
+    def test_a_census_is_not_continued_with_another_function(self, plan: Plan, tmp_path: Path) -> None:
+        def planned(of: Any) -> Plan:
+            mine = probes.Probe("mine", of, {("offset_mass", 0)})
+            return replace(plan, probes=(*plan.probes, identity_of_probe(mine)))
+
+        planned(lambda parts: 1 - parts["offset_mass", 0]).write_or_check(tmp_path)
+        planned(lambda parts: 1 - parts["offset_mass", 0]).write_or_check(tmp_path)
+        with pytest.raises(ArgumentError) as caught:
+            planned(lambda parts: parts["offset_mass", 0]).write_or_check(tmp_path)
+        assert str(caught.value) == (
+            "The directory holds a census whose probe 'mine' has another function. "
+            "Give another directory with out=, or delete this one."
+        )
+
+    @pytest.mark.parametrize("known_before", [True, False])
+    def test_a_census_is_continued_with_a_warning_where_functions_cannot_be_compared(
+        self, plan: Plan, tmp_path: Path, *, known_before: bool
+    ) -> None:
+        unknown = iter(())
+        mine = identity_of_probe(probes.Probe("mine", lambda parts: (parts, unknown), {"entropy"}))
+        assert mine.pop("function") is None
+        first = mine if not known_before else {**mine, "function": "a hash"}  # a census of before has no hash
+        replace(plan, probes=(first,)).write_or_check(tmp_path)
+        with pytest.warns(UserWarning, match=r"^The census in ") as said:
+            replace(plan, probes=({**mine, "function": None},)).write_or_check(tmp_path)
+        assert str(said[0].message) == (
+            f"The census in {str(tmp_path)!r} is continued, and whether it was counted with the same function of mine "
+            "is unknown, because a value that the function reads cannot be compared. If the function has changed, give "
+            "another directory with out=."
+        )

@@ -1,11 +1,15 @@
-"""Entry point: a census over a corpus in which one compressed file is damaged."""
+"""Entry points: a census over a corpus in which one compressed file is damaged, and one that is continued."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import multihead as mh
+from multihead.errors import ArgumentError
 from tests.fuzz.draw import Draw, Mismatch
 
 
@@ -35,3 +39,63 @@ def damaged_census(draw: Draw) -> None:
             raise Mismatch(f"a census beside a damaged file has {found.texts} texts instead of {len(texts)} or more")
         if damage in ("cut", "noise") and found.texts == len(texts) and not found.problems:
             raise Mismatch("a damaged file is not named")
+
+
+def continued_census(draw: Draw) -> None:
+    """A census that was stopped is continued with the same function of a probe, and refused with another one."""
+    from tests.counting.tiny import bert, jsonl, random_texts, tokenizer
+
+    before, after = draw.pick("before", 1.0, 2.0, 0.5), draw.pick("after", 1.0, 2.0, 0.5)
+    place = draw.pick("place", "closure", "default", "constant", "global", "state", "partial")
+    draw.notes |= {"factors": (before, after), "place": place}
+    random = draw.stream("shards")
+    with tempfile.TemporaryDirectory() as folder:
+        room = Path(folder)
+        corpus = jsonl(room / "texts.jsonl", random_texts(24, seed=draw.seed))
+        options = {"out": room / "out", "tokenizer": tokenizer(), "threads": 1, "shard_bytes": 500}
+
+        def mean_of(factor: float) -> float:
+            mine = mh.probes.Probe("mine", _scaled(factor, place), {("offset_mass", 0)})
+            found = mh.census(bert(), [corpus], probes=(mine,), **options)
+            return float(found.table().rows[0]["mine"])
+
+        whole = mean_of(before)
+        shards = sorted((room / "out" / "shards").glob("*.parquet"))
+        for shard in random.sample(shards, random.randrange(1, len(shards) + 1)):
+            shard.unlink()
+        (room / "out" / "heads.parquet").unlink()
+        try:
+            again = mean_of(after)
+        except ArgumentError:
+            if before == after:
+                raise
+            return
+        if before != after or again != whole:
+            raise Mismatch(f"a census with the factor {before}, continued with {after}, has {again}, not {whole}")
+
+
+def _scaled(factor: float, place: str) -> Callable[[Any], Any]:
+    """Define a function that multiplies a part by a factor, which stands in some place of the function."""
+    part = ("offset_mass", 0)
+    if place == "state":
+        return _Scaling(factor)
+    if place == "partial":
+        return partial(lambda factor, parts: parts[part] * factor, factor)
+    sources = {
+        "closure": "def make(factor):\n  return lambda parts: parts[part] * factor\nfound = make(FACTOR)",
+        "default": "def found(parts, factor=FACTOR):\n  return parts[part] * factor",
+        "constant": f"def found(parts):\n  return parts[part] * {factor}",
+        "global": "def found(parts):\n  return parts[part] * FACTOR",
+    }
+    names: dict[str, Any] = {"FACTOR": factor, "part": part, "__name__": "script"}
+    exec(sources[place], names)
+    function: Callable[[Any], Any] = names["found"]
+    return function
+
+
+class _Scaling:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, parts: Any) -> Any:
+        return parts["offset_mass", 0] * self.factor

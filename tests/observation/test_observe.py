@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,27 @@ def test_a_text_without_tokens_has_no_queries_and_no_keys(own_mask: masks.Mask) 
     with mh.observe(layer) as seen:
         layer(torch.randn(2, 5, 16), mask=own_mask, lengths=(0, 5))
     assert [(one.num_queries, one.num_keys) for one in seen.layers[0].samples] == [(0, 0), (5, 5)]
+
+
+@pytest.mark.parametrize("keep", ["cpu", "statistics", "summary"])
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8), (0, 0, 8)])
+def test_an_empty_batch_has_tables_without_numbers_or_with_zeros(
+    keep: Any, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+    with mh.observe(layer, keep=keep) as seen:
+        layer(torch.randn(shape), mask=masks.Causal())
+    assert [row.get("entropy", 0.0) for row in seen.table().rows] == [0.0, 0.0]
+    if keep == "summary" or shape[0]:
+        seen.save(tmp_path / "run.safetensors")
+        assert len(mh.Record.load(tmp_path / "run.safetensors").table().rows) == 2
+        return
+    for read in (seen.findings, seen.kinds, lambda: seen.save(tmp_path / "run.safetensors")):
+        with pytest.raises(ProbeError) as caught:
+            read()
+        assert str(caught.value) == (
+            "MultiHeadAttention has read no text: its batches were empty. Run the model on a text."
+        )
 
 
 def test_weights_of_an_empty_memory_have_no_keys() -> None:

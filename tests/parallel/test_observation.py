@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,33 @@ def test_the_joined_record_of_tokens_is_that_of_one_process(
 
 def test_sums_of_ranks_are_those_of_one_process(four: Processes) -> None:
     agree(four.results(reduced, "padded", "ring", "balanced", "summary")[0], one_process("padded", "summary"))
+
+
+def of_short_texts(group: Any, layout: Any) -> tuple[Record, dict[str, float]]:
+    """The sums and the watched numbers of texts of 16 and 2 tokens; without a group, of one process."""
+    torch.manual_seed(0)
+    layer, x = mh.MultiHeadAttention(8, 2), torch.randn(2, 16, 8)
+    part = {"x": x} if group is None else shard(group, x=x, layout=layout)
+    watch = mh.Watch(layer, every=1)
+    with nullcontext() if group is None else context_parallel(group, strategy="ring", layout=layout):
+        with mh.observe(layer, keep="summary") as seen, torch.no_grad():
+            layer(part["x"], mask=masks.Causal(), lengths=[16, 2])
+        with watch:
+            layer(part["x"], mask=masks.Causal(), lengths=[16, 2]).sum().backward()
+    return seen, watch.numbers
+
+
+def sums_of_short_texts(group: Any, rank: int, layout: Any) -> tuple[Record | None, dict[str, float]]:
+    seen, numbers = of_short_texts(group, layout)
+    return seen.reduce(group), numbers
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "balanced"])
+def test_a_rank_without_a_token_of_a_text_adds_nothing_to_the_sums(four: Processes, layout: str) -> None:
+    (found, _), *others = four.results(sums_of_short_texts, layout)
+    expected, _ = of_short_texts(None, layout)
+    torch.testing.assert_close(found.layers[0].means(), expected.layers[0].means(), rtol=1e-5, atol=1e-6)
+    assert all("heads/entropy/L00/mean" in numbers for _, numbers in others)
 
 
 def by_heads(group: Any, rank: int, keep: Any) -> tuple[str, Record | None]:

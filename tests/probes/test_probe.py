@@ -30,8 +30,11 @@ def test_a_probe_shows_its_name_alone() -> None:
     assert repr(mine()) == "Probe(name='mine')"
 
 
-def test_probes_are_told_apart_by_what_they_are_made_of_and_not_by_their_function() -> None:
-    assert mine() == mine(of=lambda parts: parts["entropy"] * 1)
+def test_probes_are_told_apart_by_what_they_are_made_of() -> None:
+    assert mine(of=lambda parts: parts["entropy"] * 1) == mine(of=lambda parts: parts["entropy"] * 1) != mine()
+    unknown = iter(())
+    reads_iterator = mine(of=lambda parts: (parts, unknown))
+    assert reads_iterator == mine(of=reads_iterator.of) != mine(of=lambda parts: (parts, unknown))
     assert mine() != Probe("mine", mine().of, {"sink_mass"})
     assert mine() != mine(label="another")
 

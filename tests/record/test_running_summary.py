@@ -125,6 +125,18 @@ def test_a_sum_has_the_same_bits_for_any_number_of_threads() -> None:
     assert all(torch.equal(each.bins, found[0].bins) for each in found)
 
 
+@pytest.mark.parametrize(("part", "axes"), [("received", "key"), ("pooled_map", "cell of a map")])
+def test_a_probe_of_a_script_with_a_number_per_key_is_refused_before_the_model_runs(part: Any, axes: str) -> None:
+    own = Probe("mine", lambda parts: parts[part] * 1.0, {part})
+    layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+    with pytest.raises(ProbeError) as caught, mh.observe(layer, probes=("entropy", own), keep="summary"):
+        pass
+    assert str(caught.value) == (
+        f'mine has a number per {axes}, and keep="summary" adds up numbers per query. '
+        'Leave it out, or give keep="statistics".'
+    )
+
+
 def test_more_texts_take_no_more_memory() -> None:
     def held(record: Record) -> int:
         assert record.calls == []

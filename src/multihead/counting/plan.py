@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -55,7 +56,8 @@ class Plan:
         device: device on which the model runs.
         tokenizer_id: hash of the tokenizer's configuration and vocabulary.
         special_ids: the token ids that `special_mass` counts.
-        probes: per probe a JSON description that identifies it: name, label and format, measured parts, and token ids.
+        probes: per probe a JSON description that identifies it: name, label and format, measured parts, token ids, and
+            the hash of the function of a probe that is not built in.
         layers: numbers or names of the layers that are measured; None for all.
         texts: names and globs of the corpus files.
         column: column (tables) or key (JSON) that holds the texts.
@@ -136,6 +138,8 @@ class Plan:
         """
         for name in _COMPARED_FIELDS:
             mine, wanted = getattr(self, name), getattr(other, name)
+            if name == "probes":
+                mine, wanted = (tuple(map(_without_function, each)) for each in (mine, wanted))
             if mine != wanted:
                 shown = (
                     (f", {_format_for_error(mine)}, not {_format_for_error(wanted)}")
@@ -144,6 +148,13 @@ class Plan:
                 )
                 raise ArgumentError(
                     f"The directory holds a census with another {_FIELD_LABELS.get(name, name)}{shown}.",
+                    "Give another directory with out=, or delete this one.",
+                )
+        for mine, wanted in zip(self.probes, other.probes, strict=True):
+            known = mine.get("function"), wanted.get("function")
+            if None not in known and known[0] != known[1]:
+                raise ArgumentError(
+                    f"The directory holds a census whose probe {mine['name']!r} has another function.",
                     "Give another directory with out=, or delete this one.",
                 )
         for file in other.files:
@@ -196,12 +207,25 @@ class Plan:
                 f"{str(folder)!r} cannot be written: {error.strerror}.", "Choose another folder."
             ) from None
         file = folder / PLAN_FILE
-        if not file.exists():
+        continued = file.exists()
+        if not continued:
             # Several processes may write this file at once: with the same command they write the same bytes.
             content = {"id": self.id, **asdict(self)}
             write_atomically(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         found = read_plan(folder)
         found.check_same_census(self)
+        unknown = [
+            each["name"]
+            for each, before in zip(self.probes, found.probes, strict=True)
+            if "function" in each and None in (each["function"], before.get("function"))
+        ]
+        if continued and unknown:
+            warnings.warn(
+                f"The census in {str(folder)!r} is continued, and whether it was counted with the same function of "
+                f"{' and '.join(unknown)} is unknown, because a value that the function reads cannot be compared. If "
+                "the function has changed, give another directory with out=.",
+                stacklevel=3,
+            )
         return replace(found, model=self.model or found.model, device=self.device)
 
 
@@ -236,10 +260,18 @@ def read_plan(folder: Path) -> Plan:
 
 
 def identity_of_probe(probe: Probe) -> dict[str, Any]:
-    """Return the JSON description by which a plan identifies a probe: name, label and format, parts, token ids."""
+    """Return the JSON description by which a plan identifies a probe, see `Plan.probes`.
+
+    The functions of built-in probes do not change; those of other probes are identified by what they compute.
+    """
     parts = sorted(json.dumps(part) for part in probe.parts)
     tokens = None if probe.tokens is None else sorted(probe.tokens)
-    return {"name": probe.name, "shown": probe.display(), "parts": parts, "tokens": tokens}
+    found = {"name": probe.name, "shown": probe.display(), "parts": parts, "tokens": tokens}
+    return found if _restore_probe(found) == probe else {**found, "function": probe.function}
+
+
+def _without_function(described: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in described.items() if name != "function"}
 
 
 def _restore_probe(described: Mapping[str, Any]) -> Probe | None:

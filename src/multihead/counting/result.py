@@ -28,13 +28,13 @@ from multihead.counting.plan import Plan, read_plan
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.errors.optional import require
-from multihead.kinds import KINDS, Kind, check_kinds
+from multihead.kinds import KINDS, Kind, another_probe_error, check_kinds
 from multihead.locale.escaping import escape_controls, isolate_direction
 from multihead.locale.texts import check_language
 from multihead.models.tokens import CONTINUATION_MARK
 from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import statistic
-from multihead.probes.probe import Statistic
+from multihead.probes.probe import Probe, Statistic
 from multihead.record.analysis.chance import ChanceComparison, error_of_mean
 from multihead.record.analysis.find import FoundHead, ValueRange, find
 from multihead.record.analysis.highlights import (
@@ -292,9 +292,15 @@ class Census:
         """Add kinds of heads whose probes were counted; `mh.census(..., kinds=...)` does this and counts them.
 
         Raises:
-            ArgumentError: an argument is not a `Kind`, or two kinds have the same name.
+            ArgumentError: an argument is not a `Kind`, two kinds have the same name, or the census counted another
+                statistic under the name of a kind's probe.
         """
         check_kinds((*self.all_kinds, *kinds))
+        counted = {each["name"]: each.get("function") for each in self.plan.probes}
+        for kind in kinds:
+            known = counted.get(kind.statistic)
+            if known is not None and isinstance(kind.probe, Probe) and kind.probe.function not in (None, known):
+                raise another_probe_error(kind)
         self.own_kinds += kinds
 
     def profiles(self) -> list[LayerKinds]:

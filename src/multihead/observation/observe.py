@@ -141,3 +141,10 @@ def _check_options(model: object, keep: object, map_size: object, map_pool: obje
                 f"{probe.name} needs a set of tokens.",
                 f"Give their ids: probes.tokens_mass({probe.name.removesuffix('_mass')!r}, ids).",
             )
+        # A summary leaves out the built-in statistics per key, which are part of what `look` and others measure.
+        if keep == "summary" and probe.axes != "queries" and probe.name not in PROBES:
+            axes = {"keys": "key", "map": "cell of a map"}[probe.axes]
+            raise ProbeError(
+                f'{probe.name} has a number per {axes}, and keep="summary" adds up numbers per query.',
+                'Leave it out, or give keep="statistics".',
+            )

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.errors.optional import require
-from multihead.kinds import KINDS, Kind, check_kinds
+from multihead.kinds import KINDS, Kind, another_probe_error, check_kinds
 from multihead.locale.escaping import escape_controls
 from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import PROBES, statistic
-from multihead.probes.probe import Statistic
+from multihead.probes.probe import Probe, Statistic
 from multihead.record import loading, merging, notebook, plots, saving
 from multihead.record.analysis.changes import ChangedHead, changes
 from multihead.record.analysis.find import FoundHead, ValueRange, find
@@ -214,7 +214,7 @@ class Record:
     @property
     def _has_kinds(self) -> bool:
         """Whether the kinds of heads can be computed: single texts were kept, each with all its tokens."""
-        single = all(layer.running_summary is None for layer in self.layers)
+        single = all(layer.running_summary is None and layer.num_samples for layer in self.layers)
         return single and all(one.split is None for layer in self.layers for one in layer.samples)
 
     def statistic(self, name: str) -> Statistic:
@@ -322,9 +322,14 @@ class Record:
         again to a record that was loaded.
 
         Raises:
-            ArgumentError: an argument is not a Kind, or two kinds have the same name.
+            ArgumentError: an argument is not a Kind, two kinds have the same name, or the record has another statistic
+                under the name of a kind's probe.
         """
         check_kinds((*self.all_kinds, *kinds))
+        for kind in kinds:
+            measured = self.statistics.get(kind.statistic)
+            if isinstance(measured, Probe) and measured != kind.probe:
+                raise another_probe_error(kind)
         self.own_kinds += kinds
         for layer in self.layers:
             layer.own_kinds = self.own_kinds

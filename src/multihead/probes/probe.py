@@ -20,6 +20,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.kernels.parts import PartName, check_part
+from multihead.probes.function_identity import identity_of_function
 
 PartValues: TypeAlias = Mapping[PartName, Tensor]
 """Name of a part (a measured statistic), such as "entropy" -> tensor; see `PARTS` in `multihead.kernels.parts`."""
@@ -139,7 +140,8 @@ class Statistic:
 class Probe(Statistic):
     """A statistic and how it is computed from parts, the quantities that the kernels measure per query.
 
-    Two probes are equal if all attributes except `of` and `about` are equal.
+    Two probes are equal if all attributes except `about` are equal, and their functions compute the same, see
+    `identity_of_function`.
 
     Attributes:
         of: function from the parts to the statistic. The number of a query may only depend on the parts of this query,
@@ -194,6 +196,23 @@ class Probe(Statistic):
                 f"The parts of {self.name} have different shapes.",
                 'Combine parts with a number per query, or take "received" or "pooled_map" alone.',
             )
+
+    def __eq__(self, other: object) -> bool:
+        """Compare all attributes but `about`, the functions last, because that takes longer."""
+        if not isinstance(other, Probe):
+            return NotImplemented
+        names = [each.name for each in fields(Probe) if each.compare]
+        return all(getattr(self, name) == getattr(other, name) for name in names) and (
+            self.of is other.of or (self.function is not None and self.function == other.function)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.parts, self.tokens))
+
+    @cached_property
+    def function(self) -> str | None:
+        """Hash of what `of` computes, for comparisons; None if it cannot be hashed."""
+        return identity_of_function(self.of)
 
     @cached_property
     def axes(self) -> PartAxes:

@@ -140,6 +140,8 @@ class LayerRecord:
             measured = list(map(SampleRecord.measured, self._samples))
             for batch in self.batches:
                 measured += batch.measured_samples()
+        if not measured:  # all batches were empty
+            return repeated
         return summaries.summarise_samples(measured, of, names) | repeated
 
     def sample(self, index: int = 0) -> SampleRecord:
@@ -185,6 +187,11 @@ class LayerRecord:
     ) -> Tensor:
         """Downsample a rectangle of one sample's attention map, see `SampleRecord.map`."""
         return self.sample(sample).map(head, queries=queries, keys=keys, bins=bins)
+
+
+def empty_layer_error(name: str) -> ProbeError:
+    """Return the error for a layer that was recorded with empty batches only."""
+    return ProbeError(f"{name} has read no text: its batches were empty.", "Run the model on a text.")
 
 
 def texts_of(layers: Sequence[LayerRecord]) -> list[Text]:

@@ -114,7 +114,10 @@ class SampleRecord:
     def positions(self) -> Tensor:
         """Position of each query, counted from the first key: (queries,) int64."""
         if self.split is not None:
-            return self.query_start + torch.cat([torch.arange(*each) for each in self.split.queries])
+            # A rank has no queries of a text that is shorter than the part of the others.
+            return self.query_start + torch.cat(
+                [torch.arange(0), *(torch.arange(*each) for each in self.split.queries)]
+            )
         return torch.cat([torch.arange(each.num_queries) + each.query_start for each in self.segments])
 
     @property

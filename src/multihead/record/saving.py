@@ -15,7 +15,7 @@ from multihead.errors.optional import require
 from multihead.files import check_writable, open_atomically
 from multihead.probes.catalogue import REPEAT_PROBES
 from multihead.probes.probe import Probe
-from multihead.record.layer import RecordContents
+from multihead.record.layer import RecordContents, empty_layer_error
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
@@ -102,6 +102,8 @@ def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str,
         for number, one in enumerate(layer.samples):
             places[id(one)] = (index, number)
             samples.append(_sample_as_json(one, tensors, texts, f"{index}.{number}", kept=keep == "all"))
+        if not samples and layer.running_summary is None:
+            raise empty_layer_error(layer.name)
         running_summary = _summary_as_json(layer.running_summary, tensors, index)
         data = {
             "name": layer.name,

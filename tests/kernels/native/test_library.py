@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -221,3 +222,51 @@ class TestAbsence:
         """In a process of its own: importing the formulas of FLOPs once needed an operator of the library."""
         found = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
         assert found.stdout.split() == ["sdpa", "torch.Size([1,", "3,", "8])"]
+
+
+@needs_library
+class TestHistograms:
+    """The library receives the addresses of these tensors, so what does not fit is rejected before."""
+
+    GOOD: ClassVar = {
+        "values": torch.rand(2, 3, 5),
+        "counted": torch.ones(2, 3, 5, dtype=torch.bool),
+        "totals": torch.zeros(3, dtype=torch.float64),
+        "counts": torch.zeros(3, dtype=torch.float64),
+        "bins": torch.zeros(3, 7, dtype=torch.int64),
+    }
+
+    @pytest.mark.parametrize(
+        ("name", "wrong"),
+        [
+            ("values", torch.rand(4, 3, 5)),
+            ("values", torch.rand(2, 3, 4)),
+            ("values", torch.rand(2, 2, 3, 5)),
+            ("values", torch.rand(5)),
+            ("values", torch.rand(2, 3, 5).double()),
+            ("counted", torch.ones(2, 3, 4, dtype=torch.bool)),
+            ("counted", torch.ones(2, 3, 5)),
+            ("totals", torch.zeros(2, dtype=torch.float64)),
+            ("totals", torch.zeros(3)),
+            ("totals", torch.zeros(6, dtype=torch.float64)[::2]),
+            ("counts", torch.zeros(1, dtype=torch.float64)),
+            ("bins", torch.zeros(2, 7, dtype=torch.int64)),
+            ("bins", torch.zeros(3, 0, dtype=torch.int64)),
+            ("bins", torch.zeros(3, dtype=torch.int64)),
+            ("bins", torch.zeros(7, 3, dtype=torch.int64).T),
+        ],
+    )
+    def test_tensors_that_do_not_fit_are_rejected(self, name: str, wrong: torch.Tensor) -> None:
+        given = {**self.GOOD, name: wrong}
+        with pytest.raises(ArgumentError, match=r"^The values, which of them count, the sums, the counts and the hist"):
+            library.add_to_histograms(first_bin=0, **given)
+
+    def test_strided_values_without_queries_or_samples_are_added(self) -> None:
+        for shape in ((2, 3, 5), (0, 3, 5), (2, 3, 0), (3, 5)):
+            given = {name: each.clone() for name, each in self.GOOD.items()}
+            given["values"] = torch.rand(*shape).transpose(0, -1).contiguous().transpose(0, -1)
+            given["counted"] = torch.ones(shape, dtype=torch.bool)
+            library.add_to_histograms(first_bin=0, **given)
+            expected = given["values"].double().sum((*range(len(shape) - 2), -1))
+            torch.testing.assert_close(given["totals"], expected)
+            assert int(given["bins"].sum()) == given["values"].numel()

@@ -155,14 +155,31 @@ def add_to_histograms(
         totals: (heads,) float64, the sums.
         counts: (heads,) float64, the numbers of values added.
         bins: (heads, bins) int64, the number of values in each bin.
+
+    Raises:
+        ArgumentError: the shapes or the dtypes do not fit each other, or a result is not contiguous.
     """
     import torch
 
+    # The library receives addresses, so nothing but this check keeps it inside of the tensors.
+    heads, given = values.shape[-2:-1], (values, counted, totals, counts, bins)
+    fits = values.dim() in (2, 3) and values.shape == counted.shape
+    fits = fits and totals.shape == counts.shape == bins.shape[:-1] == heads and bins.shape[-1] > 0
+    fits = fits and tuple(each.dtype for each in given) == (
+        *(torch.float32, torch.bool, torch.float64, torch.float64, torch.int64),
+    )
+    if not (fits and all(each.is_cpu for each in given) and all(each.is_contiguous() for each in given[2:])):
+        described = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in given)
+        raise ArgumentError(
+            f"The values, which of them count, the sums, the counts and the histograms are {described}.",
+            "Give float32 and bool ([batch,] heads, queries), float64 (heads,) twice, and int64 (heads, bins), on the "
+            "CPU, the last three contiguous.",
+        )
     values, counted = values.contiguous(), counted.contiguous()
     batch = values.shape[0] if values.dim() == 3 else 1
     inputs = values.data_ptr(), counted.data_ptr(), batch, *values.shape[-2:]
-    results = totals.data_ptr(), counts.data_ptr(), bins.data_ptr()
-    _library().functions["summarise"](*inputs, first_bin, bins.shape[1], *results, torch.get_num_threads())
+    addresses = totals.data_ptr(), counts.data_ptr(), bins.data_ptr()
+    _library().functions["summarise"](*inputs, first_bin, bins.shape[1], *addresses, torch.get_num_threads())
 
 
 def _library() -> _NativeLibrary:

@@ -30,7 +30,7 @@ from multihead.record.analysis.chance import (
     standard_error,
 )
 from multihead.record.analysis.visibility import Visibility, near_mass, visibility_of
-from multihead.record.layer import LayerRecord
+from multihead.record.layer import LayerRecord, empty_layer_error
 from multihead.record.notebook import CHANCE_SUFFIX, HeadList, HeadOfLayer, OneLineRepr
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
@@ -304,6 +304,8 @@ def _profile_of_layer(
     layer: LayerRecord, sample: int | None, measure: Callable[..., Any], among: Sequence[Kind]
 ) -> LayerProfile:
     samples = [layer.sample(each) for each in (range(layer.num_samples) if sample is None else [sample])]
+    if not samples:
+        raise empty_layer_error(layer.name)
     cross_attention = any(one.cross_attention or one.query_start + one.num_queries != one.num_keys for one in samples)
     seen = [visibility_of(one) for one in samples]
     measured = [measure(*each, cross_attention=cross_attention) for each in zip(samples, seen, strict=True)]
