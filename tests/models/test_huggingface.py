@@ -15,6 +15,7 @@ from multihead import masks
 from multihead.errors import ModelError
 from multihead.kernels.call import listen, listeners
 from multihead.models import huggingface
+from multihead.models.config_in_use import configurations_of
 from tests.families import DECODER, ENCODER, LENGTH, TEXT, VOCABULARY, batch_of, family
 from tests.watched import eager, watched
 
@@ -116,7 +117,7 @@ def test_dropout_is_applied_in_training_and_not_in_evaluation() -> None:
 
 class TestTheModelIsPutBack:
     def implementations(self, model: Any) -> list[str]:
-        return [config._attn_implementation for config in huggingface.configurations_of(model)]
+        return [config._attn_implementation for config in configurations_of(model)]
 
     def test_after_the_context(self) -> None:
         model = family("bert")

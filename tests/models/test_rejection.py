@@ -13,7 +13,7 @@ from torch import nn
 
 import multihead as mh
 from multihead.errors import ModelError
-from multihead.models.rejection import configurations_of
+from multihead.models.config_in_use import configurations_of
 from tests.families import ENCODER, TEXT, VOCABULARY, family
 
 mh.use()

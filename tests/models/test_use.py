@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead.errors import ArgumentError, ModelError, SlowPathError
 from multihead.models import huggingface
-from multihead.models.rejection import configurations_of
+from multihead.models.config_in_use import configurations_of
 from tests.families import DECODER, LENGTH, TEXT, batch_of, family
 from tests.watched import eager
 

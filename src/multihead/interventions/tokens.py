@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from multihead.kernels.call import AttentionRequest, PositionInSequence
 from multihead.layer import MultiHeadAttention
-from multihead.models import huggingface
 from multihead.models.pretrained import InputTracker, is_cross_attention_call
 
 
@@ -33,12 +32,10 @@ class _ModuleCall(NamedTuple):
     Attributes:
         request: the call.
         name: qualified name of the module.
-        key_offset_and_padding: offset and padding of the keys if a Hugging Face model makes the call, else None.
     """
 
     request: AttentionRequest
     name: str
-    key_offset_and_padding: huggingface.KeyOffsetAndPadding | None
 
     @property
     def is_cross_attention(self) -> bool | None:
@@ -46,7 +43,7 @@ class _ModuleCall(NamedTuple):
         origin = self.request.known_origin
         if is_cross_attention_call(origin, self.name):
             return True
-        return None if self.key_offset_and_padding is None and origin.is_cross_attention is None else False
+        return None if origin.key_places is None and origin.is_cross_attention is None else False
 
 
 @dataclass(eq=False)
@@ -64,7 +61,7 @@ class TokenFinder:
         """Store a self-attention call for the cross-attention after it; `name` is the name of the call's module."""
         if self.inputs.num_passes != self._forward_pass:
             self._forward_pass, self._newest_self_attention = self.inputs.num_passes, None
-        call = _ModuleCall(request, name, huggingface.call_key_positions.get())
+        call = _ModuleCall(request, name)
         if call.is_cross_attention is False:
             self._newest_self_attention = call
 
@@ -78,7 +75,7 @@ class TokenFinder:
             starts = lengths.cumsum(0) - lengths
             position = torch.arange(queries, device=device) - starts[text]
             return QueryTokens(text[None], position[None])
-        position = self._positions(_ModuleCall(request, name, huggingface.call_key_positions.get()))
+        position = self._positions(_ModuleCall(request, name))
         windows = 1 if request.position_in_sequence is not None else self.inputs.rows_per_sample(name, batch)
         if windows > 1:
             position = position + text % windows * queries
@@ -86,13 +83,13 @@ class TokenFinder:
 
     def _positions(self, call: _ModuleCall) -> Tensor:
         """Return the positions of the queries of a call: (batch, queries) int64, -1 for padding."""
-        request, place, shape = call.request, call.key_offset_and_padding, call.request.shape
+        request, place, shape = call.request, call.request.known_origin.key_places, call.request.shape
         if request.position_in_sequence is not None:
             return _positions_in_cache(request, request.position_in_sequence)
         if (unpadded := request.known_origin.unpadded_queries) is not None:
             return _count_tokens(unpadded)
         index = torch.arange(shape.query_length, device=shape.device)
-        crosses, offset = call.is_cross_attention, 0 if place is None else place.key_offset
+        crosses, offset = call.is_cross_attention, 0 if place is None else place.offset
         if crosses is False and place is not None:
             tokens = self.inputs.tokens_until_query(call.name, request, offset)
             if tokens is not None:

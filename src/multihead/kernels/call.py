@@ -48,6 +48,19 @@ class PositionInSequence(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class KeyPlaces:
+    """Position and padding of the keys of an attention call of a Hugging Face model, read from its mask.
+
+    Attributes:
+        offset: position of the first key in the sequence, tokens; more than 0 where a cache dropped keys.
+        padding: (batch, keys) bool, True = no padding; None where padding is unknown.
+    """
+
+    offset: int = 0
+    padding: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class CallOrigin:
     """The origin of a call, which listeners read; kernels read it only for statistics.
 
@@ -59,6 +72,7 @@ class CallOrigin:
         qk_computed_for_call: whether the layer computed q and k for this call alone, so that nothing writes to them
             afterwards.
         unpadded_queries: (batch, queries) bool, False for queries that are padding; None if unknown.
+        key_places: position and padding of the keys if a Hugging Face model makes the call; else None.
     """
 
     layer: nn.Module
@@ -67,6 +81,7 @@ class CallOrigin:
     is_cross_attention: bool | None = None
     qk_computed_for_call: bool = False
     unpadded_queries: Tensor | None = None
+    key_places: KeyPlaces | None = None
 
 
 class DropoutOffset(NamedTuple):

@@ -9,6 +9,7 @@ other threads.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -19,6 +20,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.tensors.shapes import AttentionShape
+from multihead.tensors.undo import Undo
 
 
 class RankWork(NamedTuple):
@@ -85,12 +87,9 @@ def use_split(sequence: SequenceSplit | None) -> Iterator[None]:
     ...     print(active_split)
     None
     """
-    global active_split  # noqa: PLW0603
-    before, active_split = active_split, sequence
-    try:
+    with Undo() as undo:
+        undo.set_attribute(sys.modules[__name__], "active_split", sequence)
         yield
-    finally:
-        active_split = before
 
 
 def reject_split_sequence(name: str, remedy: str) -> None:

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 
 from multihead.errors import SlowPathError, SlowPathWarning
 from multihead.tensors.tracing import constant_in_graphs
+from multihead.tensors.undo import Undo
 
 _strict: ContextVar[bool] = ContextVar("strict", default=False)
 
@@ -30,11 +31,9 @@ def strict() -> Iterator[None]:
         ...
     multihead.errors.SlowPathError: The reference kernel would run, which holds queries x keys: native: it ...
     """
-    token = _strict.set(True)
-    try:
+    with Undo() as undo:
+        undo.set_variable(_strict, value=True)
         yield
-    finally:
-        _strict.reset(token)
 
 
 @constant_in_graphs  # a compiler cannot trace a ContextVar; its value at trace time becomes a constant of the graph

@@ -8,8 +8,6 @@ transformers passes no mask at all, and padding and causality are silently ignor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +18,7 @@ from multihead.compat.torch_nn.replace import replace_until_undone
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
 from multihead.kernels import sequence_split
-from multihead.kernels.call import AttentionRequest, CallOrigin
+from multihead.kernels.call import CallOrigin, KeyPlaces
 from multihead.kernels.head_changes import needs_call_origin
 from multihead.kernels.native import eager
 from multihead.kernels.sequence_split import reject_split_sequence
@@ -28,11 +26,12 @@ from multihead.layer.sharding import slice_to_rank
 from multihead.masks import Causal, Full, Keep, Mask
 from multihead.models import output_attentions
 from multihead.models.bypass import ReportBypass, call_counts, raise_bypass_error, report_bypassing_modules
+from multihead.models.config_in_use import is_none_mask_causal, select_in_passes
 from multihead.models.coverage import IMPLEMENTATION_NAME, names_in_eager_attention, require_attention_interface
 from multihead.models.lazy_mask import BooleanMask, LazyMask
 from multihead.models.mask_functions import MaskExtent, mask_of_function, padding_mask, padding_of_keys
 from multihead.models.pretrained import is_cross_attention, pretrained_models
-from multihead.models.rejection import IMPLEMENTATION_ATTRIBUTE, configurations_of, reject_unsupported_models
+from multihead.models.rejection import reject_unsupported_models
 from multihead.scores.bias import Bias, add_biases
 from multihead.tensors.tracing import constant_in_graphs, is_traced
 from multihead.tensors.undo import Undo
@@ -40,23 +39,6 @@ from multihead.tensors.undo import Undo
 _FULL_MASK, _CAUSAL_MASK = Full(), Causal()
 # types of models whose layers concatenate numbers to the mask, which must therefore be additive
 _ADDITIVE_MASK_MODEL_TYPES = frozenset({"deepseek_v4"})
-
-
-@dataclass(frozen=True, eq=False)
-class KeyOffsetAndPadding:
-    """Position and padding of the keys of an attention call of a Hugging Face model, read from its mask.
-
-    Attributes:
-        key_offset: position of the first key in the sequence, tokens; more than 0 where a cache dropped keys.
-        padding: (batch, keys) bool, True = no padding; None where padding is unknown.
-    """
-
-    key_offset: int = 0
-    padding: Tensor | None = None
-
-
-call_key_positions: ContextVar[KeyOffsetAndPadding | None] = ContextVar("call_key_positions", default=None)
-"""Set while a listener receives an attention call of a Hugging Face model or its heads are changed; else None."""
 
 
 def install(model: nn.Module, report: ReportBypass = raise_bypass_error) -> Undo:
@@ -72,19 +54,19 @@ def install(model: nn.Module, report: ReportBypass = raise_bypass_error) -> Undo
     Raises:
         ModelError: a model computes attention without transformers' AttentionInterface.
     """
-    return Undo.run_change(partial(_install_attention, model, report))
+    return Undo.run_change(partial(install_until_undone, model, report))
 
 
-def _install_attention(model: nn.Module, report: ReportBypass, undo: Undo) -> None:
+def install_until_undone(model: nn.Module, report: ReportBypass, undo: Undo) -> None:
+    """Do what `install` does, until `undo` restores the model; arguments are those of `install`."""
     models = pretrained_models(model)
     if not models:
         return
     register_in_transformers()
     replace_until_undone(undo, model)
     require_attention_interface(model)
+    select_in_passes(undo, model, models.values(), IMPLEMENTATION_NAME)
     report_bypassing_modules(undo, model, models, report)
-    for config in configurations_of(model):
-        undo.set_attribute(config, IMPLEMENTATION_ATTRIBUTE, IMPLEMENTATION_NAME)
 
 
 def transformers_attention(
@@ -156,10 +138,11 @@ def transformers_attention(
     else:
         if start is None:  # the mask does not need the position of the first query, but listeners do
             start = 0 if not needs_call_origin() or is_cross_attention(module) else max(keys - query.shape[2], 0)
-        packing = attention_mask.packing if isinstance(attention_mask, LazyMask) else None
-        origin = CallOrigin(module, None if packing is None else packing.lengths)
-        request = request_of(query, key, value, *terms, start, origin=origin)
-        output, logsumexp = _attend_and_publish(request, attention_mask) if attended is None else attended[:2]
+        request = request_of(query, key, value, *terms, start, origin=_origin_of_call(module, attention_mask))
+        if attended is None:
+            result = attend(request)
+            attended = result.output, result.logsumexp
+        output, logsumexp = attended[:2]
         weights = output_attentions.weights_of(request, logsumexp) if returned else None
     # Usually no copy: the output has the strides of q, which is a transposed (batch, queries, heads, head_dim).
     return output.transpose(1, 2).contiguous(), weights
@@ -201,8 +184,12 @@ def _mask_of_call(
     """
     if attention_mask is None:
         # In a compiled graph None stands for a causal mask, see `transformers_mask`. Otherwise the model made no mask,
-        # in which case eager attention hides nothing, whatever the module's `is_causal` is (BridgeTower).
-        causal = (is_traced() and getattr(module, "is_causal", None)) if is_causal is None else is_causal
+        # in which case eager attention hides nothing, whatever the module's `is_causal` is (BridgeTower), or a model
+        # around the one in use made it with another attention.
+        causal = is_causal
+        if causal is None:
+            causal = getattr(module, "is_causal", None if is_traced() else False)
+            causal = causal if is_traced() else bool(causal) and is_none_mask_causal(module)
         if queries > 1 and (not is_cross_attention(module) if causal is None else causal):
             return _CAUSAL_MASK, None, 0  # as in transformers, the first query is at the position of the first key
         return _FULL_MASK, None, None
@@ -227,24 +214,12 @@ def _mask_of_selection(
     return mask
 
 
-def _attend_and_publish(request: AttentionRequest, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute a call with `call_key_positions` set from its mask, for listeners and changes of heads.
-
-    Returns:
-        the output (batch, heads, queries, value_dim) and the logsumexp (batch, heads, queries).
-    """
-    if not needs_call_origin():
-        attended = attend(request)
-        return attended.output, attended.logsumexp
-    place = KeyOffsetAndPadding()
-    if isinstance(attention_mask, LazyMask):
-        place = KeyOffsetAndPadding(attention_mask.extent.key_offset, attention_mask.padding)
-    token = call_key_positions.set(place)
-    try:
-        attended = attend(request)
-    finally:
-        call_key_positions.reset(token)
-    return attended.output, attended.logsumexp
+def _origin_of_call(module: nn.Module, attention_mask: Tensor | None) -> CallOrigin:
+    """Return the origin of a call; the places of its keys are those of its mask."""
+    if not isinstance(attention_mask, LazyMask):
+        return CallOrigin(module, key_places=KeyPlaces())
+    packing, places = attention_mask.packing, KeyPlaces(attention_mask.extent.key_offset, attention_mask.padding)
+    return CallOrigin(module, None if packing is None else packing.lengths, key_places=places)
 
 
 def transformers_mask(

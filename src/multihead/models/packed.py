@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from multihead.errors import ModelError
 from multihead.layer.packing import Packing
 from multihead.masks import Causal, Documents, Full, Mask, Window
-from multihead.models.huggingface import install
+from multihead.models.bypass import raise_bypass_error
+from multihead.models.huggingface import install_until_undone
 from multihead.models.lazy_mask import LazyMask
 from multihead.models.mask_functions import MaskExtent
 from multihead.models.pretrained import (
@@ -142,14 +143,17 @@ def leave_out_padding(model: nn.Module) -> Undo:
 
 
 def _add_hooks(model: nn.Module, stacks: list[tuple[nn.Module, PackedFamily]], undo: Undo) -> None:
-    undo.add_step(install(model).close)
+    # The hooks that unpack are added first. So they are removed last, and run before a model is restored at the end of
+    # its last pass.
     for module, family in stacks:
-        undo.hook_before_forward(module, partial(_pack_inputs, family), with_kwargs=True)
         for name in {"", family.pooler_input}:  # "" is the module itself
             undo.hook_after_forward(module.get_submodule(name), _unpack_outputs, with_kwargs=True)
+    install_until_undone(model, raise_bypass_error, undo)
+    for module, family in stacks:
         if family.relative_bias_module:
             block = module.get_submodule(family.relative_bias_module)
             undo.hook_before_forward(block, _add_relative_bias, with_kwargs=True)
+        undo.hook_before_forward(module, partial(_pack_inputs, family), with_kwargs=True)
 
 
 @contextmanager
@@ -188,10 +192,13 @@ def _family_of_class(kind: type[nn.Module]) -> PackedFamily | None:
 
 
 def _pack_inputs(
-    family: PackedFamily, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    family: PackedFamily, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of a model that packs its inputs; None leaves the inputs unchanged."""
-    if is_traced():
+    """Forward pre-hook of a model that packs its inputs; None leaves the inputs unchanged.
+
+    torch calls hooks of this file without `kwargs` while another thread adds or removes them.
+    """
+    if kwargs is None or is_traced():
         return None  # the number of tokens is unknown in a compiled graph
     inputs = dict(zip(signature_without_self(type(model).forward).parameters, args, strict=False)) | kwargs
     real = _non_padding_tokens(inputs)
@@ -277,8 +284,9 @@ def _packing_of_mask(mask: Any) -> Packing | None:
     return mask.packing if isinstance(mask, LazyMask) else None
 
 
-def _unpack_outputs(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _unpack_outputs(_: nn.Module, __: tuple[Any, ...], *given: Any) -> Any:
     """Forward hook of a model or submodule that restores the padded batch in its outputs."""
+    kwargs, output = given if len(given) > 1 else ({}, *given)
     packing = _packing_of_mask(first_layer_type_mask(kwargs.get("attention_mask")))
     return output if packing is None else _unpack_tensors(output, packing)
 
@@ -307,7 +315,7 @@ def _unpack_cached_heads(x: Tensor, packing: Packing) -> Tensor:
 
 
 def _add_relative_bias(
-    block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    block: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook that passes a relative position bias in linear memory to the first block of T5.
 
@@ -315,7 +323,7 @@ def _add_relative_bias(
     packed row as in the padded batch.
     """
     hidden_states, mask, *others = args
-    if _packing_of_mask(mask) is None:
+    if kwargs is None or _packing_of_mask(mask) is None:
         return None
     layer, tokens = block.layer[0].SelfAttention, hidden_states.shape[1]
     weight = layer.relative_attention_bias.weight

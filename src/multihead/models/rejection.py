@@ -21,8 +21,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from torch import nn
-
+from multihead.models.config_in_use import NAME_ATTRIBUTE, configurations_of, hold_original_configurations
 from multihead.models.coverage import (
     IMPLEMENTATION_NAME,
     classes_without_our_attention,
@@ -31,13 +30,10 @@ from multihead.models.coverage import (
 )
 from multihead.models.pretrained import innermost_model, pretrained_models
 
-# attribute of a configuration with the name of the attention
-IMPLEMENTATION_ATTRIBUTE = "_attn_implementation_internal"
-
 
 def selects_our_attention(config: Any) -> bool:
     """Whether a configuration of transformers selects this library's attention."""
-    return bool(getattr(config, IMPLEMENTATION_ATTRIBUTE, None) == IMPLEMENTATION_NAME)
+    return bool(getattr(config, NAME_ATTRIBUTE, None) == IMPLEMENTATION_NAME)
 
 
 def reject_unsupported_models() -> None:
@@ -55,6 +51,7 @@ def reject_unsupported_models() -> None:
 
     @wraps(post_init)
     def checked_post_init(model: Any) -> None:
+        hold_original_configurations(model)
         _check_attention_interface(model, selects_our_attention)
         post_init(model)
 
@@ -72,25 +69,12 @@ def reject_unsupported_models() -> None:
         # transformers sets the implementation in the model's configuration, but not in copies that layers hold.
         for config in configurations_of(model):
             if is_requested(config):
-                setattr(config, IMPLEMENTATION_ATTRIBUTE, IMPLEMENTATION_NAME)
+                setattr(config, NAME_ATTRIBUTE, IMPLEMENTATION_NAME)
             elif id(config) not in requested and selects_our_attention(config):
-                setattr(config, IMPLEMENTATION_ATTRIBUTE, getattr(model.config, IMPLEMENTATION_ATTRIBUTE))
+                setattr(config, NAME_ATTRIBUTE, getattr(model.config, NAME_ATTRIBUTE))
 
     kind.__init__, kind.post_init = checked_init, checked_post_init
     kind.set_attn_implementation = checked_set_implementation
-
-
-def configurations_of(model: nn.Module) -> list[Any]:
-    """Return all distinct configurations of the models in a module, nested ones included."""
-    from transformers import PreTrainedConfig
-
-    waiting = [getattr(module, "config", None) for module in model.modules()]
-    listed: dict[int, Any] = {}
-    for config in waiting:  # the body appends nested configurations to this list
-        if isinstance(config, PreTrainedConfig) and id(config) not in listed:
-            listed[id(config)] = config
-            waiting += [getattr(config, key, None) for key in config.sub_configs]
-    return list(listed.values())
 
 
 def _check_attention_interface(model: Any, is_requested: Callable[[Any], bool]) -> None:
@@ -117,7 +101,7 @@ def _requested_implementations(config: Any, request: Any) -> dict[int, Any]:
         request: a name for all, or a dict: sub-configuration ("" for `config` itself) -> a name or such a dict.
     """
     parts = request if isinstance(request, dict) else dict.fromkeys(("", *config.sub_configs), request)
-    found = {id(config): parts.get("", getattr(config, IMPLEMENTATION_ATTRIBUTE, None))}
+    found = {id(config): parts.get("", getattr(config, NAME_ATTRIBUTE, None))}
     for key in config.sub_configs:
         part = getattr(config, key, None)
         if part is not None:

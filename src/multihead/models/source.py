@@ -15,6 +15,7 @@ from pathlib import Path
 from multihead.errors import ModelError
 from multihead.errors.optional import require
 from multihead.files import is_folder
+from multihead.tensors.undo import Undo
 
 _HUB_TIMEOUT = 10  # seconds to wait for a response of the Hugging Face hub
 
@@ -133,9 +134,6 @@ def hub_access(*, online: bool) -> Iterator[None]:
     """
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not online
-    try:
+    with Undo() as undo:
+        undo.set_attribute(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or not online)
         yield
-    finally:
-        constants.HF_HUB_OFFLINE = before

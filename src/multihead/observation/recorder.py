@@ -29,7 +29,7 @@ from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.sequence_split import SequenceSplit
 from multihead.layer.sharding import RankHeads, rank_heads
 from multihead.masks.positions import SampleSpan
-from multihead.models import huggingface, pretrained
+from multihead.models import pretrained
 from multihead.models.pretrained import InputTracker
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import LayerNamer
@@ -182,8 +182,8 @@ class Recorder:
             self._chance_levels.clear()
         name = self._namer.name_call(request, caller.layer)
         window = self._namer.is_further_window
-        keys = huggingface.call_key_positions.get()
-        offset: int | Tensor = 0 if keys is None else keys.key_offset  # position of the first key
+        keys = caller.key_places
+        offset: int | Tensor = 0 if keys is None else keys.offset  # position of the first key
         cross_attention = pretrained.is_cross_attention_call(caller, self.measurer.module_name(request))
         if continued is not None:
             offset, cross_attention = continued.key_start, continued.first_query is not None
@@ -439,7 +439,8 @@ class Recorder:
 
     def _find_samples(self, request: AttentionRequest) -> SampleSpans:
         """Find the spans of the samples in a call; reuse the spans of the previous call if they are equal."""
-        keys, real, padding = huggingface.call_key_positions.get(), None, None
+        keys = None if request.origin is None else request.origin.key_places
+        real, padding = None, None
         if request.position_in_sequence is not None and request.position_in_sequence.lengths is not None:
             token = torch.arange(request.shape.query_length, device=request.shape.device)
             real = token < request.position_in_sequence.lengths[:, None]
@@ -449,7 +450,7 @@ class Recorder:
                 padding = real
         elif keys is not None:
             padding = keys.padding
-            before = self.inputs.tokens_until_query(self.measurer.module_name(request), request, keys.key_offset)
+            before = self.inputs.tokens_until_query(self.measurer.module_name(request), request, keys.offset)
             real = None if before is None else before[:, before.shape[1] - request.shape.query_length :]
         return self._shared_spans(request, real, padding)
 

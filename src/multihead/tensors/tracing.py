@@ -141,11 +141,10 @@ def hide_from_jit_trace() -> Iterator[None]:
     if state is None:
         yield
         return
-    _set_jit_state(None)
-    try:
+    with Undo() as undo:
+        undo.add_step(partial(_set_jit_state, state))
+        _set_jit_state(None)
         yield
-    finally:
-        _set_jit_state(state)
 
 
 @contextmanager

@@ -6,23 +6,32 @@ already undone.
 
 from __future__ import annotations
 
+import sys
+from _thread import interrupt_main
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import nn
+if TYPE_CHECKING:  # modules that import this one while torch is being imported need no torch
+    from torch import nn
+
+Value = TypeVar("Value")
 
 
 class Undo:
     """A stack of undo steps, run in reverse order by the end of a `with` block, `close()`, or deletion of the object.
 
-    If `permanent`, deletion of the object keeps the changes.
+    If `permanent`, deletion of the object keeps the changes. `delay` is called with the object before the steps run; it
+    returns True if the changes are still needed, and calls `close()` again later.
     """
 
     permanent = False
+    delay: Callable[[Undo], bool] | None = None
+    _is_exiting = staticmethod(sys.is_finalizing)
     _undo_steps: tuple[Callable[[], object], ...] = ()
     _attribute_uses: tuple[_AttributeUse, ...] = ()
 
@@ -48,6 +57,11 @@ class Undo:
         self.add_step(use.end)
         use.begin(value)
 
+    def set_variable(self, variable: ContextVar[Value], value: Value) -> None:
+        """Set a ContextVar until undone; unlike `ContextVar.reset`, undoing may run in another context."""
+        self.add_step(partial(variable.set, variable.get()))
+        variable.set(value)
+
     def hook_before_forward(self, module: nn.Module, hook: Callable[..., Any], **options: bool) -> None:
         """Register a hook that runs before the forward pass of a module."""
         hook = partial(hook)  # a new object, so that undoing removes this registration of the hook only
@@ -61,7 +75,9 @@ class Undo:
         module.register_forward_hook(hook, **options)
 
     def close(self) -> None:
-        """Undo all changes."""
+        """Undo all changes, unless `delay` returns True, or Python is exiting, where modules may be deleted already."""
+        if self._is_exiting() or (self.delay is not None and self.delay(self)):
+            return
         try:
             self._run_steps()
         except BaseException:
@@ -82,11 +98,16 @@ class Undo:
         self.close()
 
     def __del__(self) -> None:
-        if self.permanent:
-            for use in self._attribute_uses:
-                use.end(restore=False)  # the change is permanent
-        elif self._undo_steps:
-            self.close()
+        if self._is_exiting():
+            return
+        try:
+            if self.permanent:
+                for use in self._attribute_uses:
+                    use.end(restore=False)  # the change is permanent
+            elif self._undo_steps:
+                self.close()
+        except KeyboardInterrupt:  # Python ignores what `__del__` raises
+            interrupt_main()
 
 
 @dataclass(eq=False)

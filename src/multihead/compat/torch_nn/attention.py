@@ -139,14 +139,19 @@ class MultiheadAttention(nn.MultiheadAttention):
             ShapeError, DtypeError, MaskError, ArgumentError: an argument does not fit the layer or another argument;
                 raised before anything is computed.
         """
+        # Methods are those of this class, even if another thread restores the original class of this object meanwhile.
         if query.is_nested or key.is_nested or value.is_nested:
-            self._check_nested_inputs(query, key, value, attn_mask, key_padding_mask)
-            if query is key and key is value and not (need_weights or is_causal or self._added_keys):
-                return self._attend_nested(query), None
-            return self._attend_nested_padded(
-                query, key, value, need_weights=need_weights, average=average_attn_weights, is_causal=is_causal
+            MultiheadAttention._check_nested_inputs(self, query, key, value, attn_mask, key_padding_mask)
+            if (
+                query is key
+                and key is value
+                and not (need_weights or is_causal or MultiheadAttention._count_added_keys(self))
+            ):
+                return MultiheadAttention._attend_nested(self, query), None
+            return MultiheadAttention._attend_nested_padded(
+                self, query, key, value, need_weights=need_weights, average=average_attn_weights, is_causal=is_causal
             )
-        self._check_input_shapes(query, key, value)
+        MultiheadAttention._check_input_shapes(self, query, key, value)
         within = query is key  # self-attention
         batched, length_axis = query.dim() == 3, 1 if self.batch_first or query.dim() == 2 else 0
         if not batched:
@@ -156,11 +161,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             # Contiguous copies, because the matrix products that follow are slow on tokens with large strides.
             query, key, value = _convert_inputs(lambda x: x.transpose(0, 1).contiguous(), query, key, value)
         query, key, value = _zero_nonfinite_padding(query, key, value, key_padding_mask)
-        q, k, v = self._project(query, key, value)  # (batch, length, embed_dim) each
-        added = self._added_keys
+        q, k, v = MultiheadAttention._project(self, query, key, value)  # (batch, length, embed_dim) each
+        added = MultiheadAttention._count_added_keys(self)
         size = CallSize(q.shape[0], self.num_heads, q.shape[1], k.shape[1])
         mask, bias = convert_masks(attn_mask, key_padding_mask, size, added_keys=added, is_causal=is_causal)
-        k, v = self._prepend_added_keys(k, v)
+        k, v = MultiheadAttention._prepend_added_keys(self, k, v)
         origin = CallOrigin(self, is_cross_attention=False if within else None)
         if within and needs_call_origin():
             origin = replace(origin, unpadded_queries=unpadded_queries(key_padding_mask))
@@ -194,8 +199,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         projected = [linear(x, w, b) for x, w, b in zip(inputs, packed.split(parts), biases, strict=True)]
         return (projected[0], *projected[1].chunk(2, -1)) if key is value else tuple(projected)
 
-    @property
-    def _added_keys(self) -> int:
+    def _count_added_keys(self) -> int:
         """The number of keys that `add_bias_kv` and `add_zero_attn` add."""
         return (self.bias_k is not None) + bool(self.add_zero_attn)
 
@@ -213,7 +217,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         samples = query.unbind()
         lengths = [sample.shape[0] for sample in samples]
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
-        q, k, v = (split_heads(x, self.num_heads) for x in self._project(tokens, tokens, tokens))
+        q, k, v = (split_heads(x, self.num_heads) for x in MultiheadAttention._project(self, tokens, tokens, tokens))
         dropout = self.dropout if self.training else 0.0
         origin = CallOrigin(self, torch.tensor(lengths), is_cross_attention=False)
         merged, _ = _attend(request_of(q, k, v, Documents(lengths), dropout=dropout, origin=origin), need_weights=False)
@@ -229,7 +233,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return pad_sequence(list(nested.unbind()), batch_first=self.batch_first)
 
         q, k, v = _convert_inputs(pad, query, key, value)
-        output, weights = self.forward(q, k, v, columns, need_weights, None, average, is_causal)
+        output, weights = MultiheadAttention.forward(self, q, k, v, columns, need_weights, None, average, is_causal)
         output = output if self.batch_first else output.transpose(0, 1)
         samples = [sample[~hidden] for sample, hidden in zip(output, rows, strict=True)]
         if weights is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -35,16 +36,18 @@ class Replaced(Generic[Model]):
     model: Model
     names: tuple[str, ...]
     left: dict[str, str]
+    _undo: Undo
+
+    def __post_init__(self) -> None:
+        self._undo.permanent = True  # deleting the handle must not restore the model
 
     def restore(self) -> Model:
         """Change each replaced module back to the original class, with its current parameters."""
-        for name in self.names:
-            module = self.model.get_submodule(name)
-            if type(module) is MultiheadAttention:
-                _set_class(module, nn.MultiheadAttention)
+        self._undo.close()
         return self.model
 
     def __enter__(self) -> Replaced[Model]:
+        self._undo.permanent = False
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -83,7 +86,8 @@ def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
     if not inplace:
         shared = chain(model.parameters(), model.buffers())
         model = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-    names, left = [], {}
+    replaced: dict[str, nn.MultiheadAttention] = {}
+    left: dict[str, str] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention) or isinstance(module, MultiheadAttention):
             continue
@@ -92,27 +96,24 @@ def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
         elif "forward" in module.__dict__:
             left[name] = "its forward was set on the instance."
         else:
-            _set_class(module, MultiheadAttention)
-            names.append(name)
-    return Replaced(model, tuple(names), left)
+            replaced[name] = module
+    undo = Undo.run_change(partial(_make_drop_ins, replaced.values()))
+    return Replaced(model, tuple(replaced), left, undo)
 
 
 def replace_until_undone(undo: Undo, model: nn.Module) -> None:
     """Replace every nn.MultiheadAttention of a model in place, until `undo` restores them."""
-    for module in model.modules():
-        # A module may be a drop-in already, from an earlier use that ends before this one.
-        if type(module) in (nn.MultiheadAttention, MultiheadAttention) and "forward" not in module.__dict__:
-            assert isinstance(module, nn.MultiheadAttention)
-            undo.add_step(partial(set_fused_path, module))
-            undo.set_attribute(module, "__class__", MultiheadAttention)
-            set_fused_path(module)
+    # A module may be a drop-in already, from an earlier use that ends before this one.
+    found = (each for each in model.modules() if type(each) in (nn.MultiheadAttention, MultiheadAttention))
+    _make_drop_ins((each for each in found if "forward" not in each.__dict__), undo)
 
 
-def _set_class(module: nn.Module, kind: type[nn.MultiheadAttention]) -> None:
-    """Set the class of a module in place, and add or remove the hook that keeps encoder layers off their fused path."""
-    module.__class__ = kind
-    assert isinstance(module, nn.MultiheadAttention)
-    set_fused_path(module)
+def _make_drop_ins(modules: Iterable[Any], undo: Undo) -> None:
+    """Make each nn.MultiheadAttention a drop-in until undone, which keeps encoder layers off their fused path."""
+    for module in modules:
+        undo.add_step(partial(set_fused_path, module))
+        undo.set_attribute(module, "__class__", MultiheadAttention)
+        set_fused_path(module)
 
 
 class _AttentionReplacedOnInit(nn.Module):

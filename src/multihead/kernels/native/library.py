@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multihead.errors import ArgumentError, SlowPathWarning
+from multihead.tensors.undo import Undo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,13 +117,11 @@ def using_instruction_set(name: str) -> Iterator[InstructionSet]:
     """Use an instruction set in this context and thread; raise an ArgumentError if it does not run here."""
     before, forced = _forced_instruction_set.get(), _runnable_instruction_set(name, f"using received {name!r}")
     choose = _library().functions["choose_in_thread"]  # the operators cannot read a ContextVar
-    token = _forced_instruction_set.set(forced)
-    choose(forced.index)
-    try:
+    with Undo() as undo:
+        undo.set_variable(_forced_instruction_set, forced)
+        undo.add_step(partial(choose, -1 if before is None else before.index))
+        choose(forced.index)
         yield forced
-    finally:
-        _forced_instruction_set.reset(token)
-        choose(-1 if before is None else before.index)
 
 
 def openmp_runtimes(maps: Path = MEMORY_MAP_OF_PROCESS) -> tuple[Path, ...] | None:
