@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from multihead import masks
 from multihead.errors import ModelError
@@ -91,6 +94,10 @@ def test_what_is_made_of_it_by_shape_and_logic_is_a_mask_too(operation: Any) -> 
         lambda mask: nn.functional.scaled_dot_product_attention(QUERY, KEY, KEY, attn_mask=mask),
         lambda mask: mask.all(),
         torch.zeros_like,
+        lambda mask: torch.ones_like(mask, dtype=torch.bool),
+        lambda mask: mask == True,  # noqa: E712
+        lambda mask: mask != PLAIN,
+        lambda mask: mask == mask.clone(),
     ],
 )
 def test_it_may_choose_between_numbers(operation: Any) -> None:
@@ -113,6 +120,29 @@ def test_it_may_choose_between_numbers(operation: Any) -> None:
         ("_to_copy", lambda mask: mask.to(torch.float64)),
         ("_to_copy", lambda mask: (~mask).long()),
         ("sum", lambda mask: mask.sum(-1)),
+        ("lt", lambda mask: mask < -1),
+        ("lt", lambda mask: mask[1] < -1e30),
+        ("gt", lambda mask: torch.gt(torch.zeros(2, 1, 4, 5), mask)),
+        ("eq", lambda mask: mask == 0),
+        ("ne", lambda mask: mask.ne(0.0)),
+        ("le", lambda mask: (~mask).le(0)),
+        ("ge", lambda mask: torch.ge(mask, torch.tensor(0.0))),
+        ("eq", lambda mask: torch.zeros(2, 1, 4, 5) == mask),
+        ("eq", lambda mask: mask == torch.zeros(2, 1, 4, 5, dtype=torch.int64)),
+        ("eq_", lambda mask: mask.clone().eq_(0)),
+        ("ne", lambda mask: mask != mask),
+        ("ones_like", torch.isfinite),
+        ("isinf", torch.isinf),
+        ("isnan", torch.isnan),
+        ("isneginf", torch.isneginf),
+        ("isposinf", torch.isposinf),
+        ("signbit", torch.signbit),
+        ("sign", torch.sign),
+        ("amax", lambda mask: mask.amax(-1)),
+        ("amin", lambda mask: mask.amin()),
+        ("max", lambda mask: mask.max(-1).values),
+        ("min", lambda mask: mask.min()),
+        ("_local_scalar_dense", lambda mask: mask[0, 0, 0, 0].item()),
     ],
 )
 def test_numbers_are_never_made_of_it(name: str, operation: Any) -> None:
@@ -131,6 +161,23 @@ def test_among_scores_a_mask_that_hides_nothing_is_0() -> None:
     assert torch.equal(carried(masks.Full()) + scores, scores)
     with pytest.raises(ModelError, match="computes add"):
         carried(masks.Full()) + PLAIN
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda mask: pickle.loads(pickle.dumps(mask)),
+        lambda mask: pytree.tree_map(copy.deepcopy, {"mask": [mask]})["mask"][0],
+        lambda mask: copy.deepcopy({"kwargs": (mask,)})["kwargs"][0],
+    ],
+)
+def test_a_copy_for_later_is_a_plain_boolean_tensor(copied: Any) -> None:
+    for mask in (carried(), ~carried()):
+        found = copied(mask)
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, mask.as_bool_tensor())
 
 
 def test_detaching_it_keeps_the_meaning() -> None:

@@ -25,7 +25,7 @@ _KEYS_AXIS = 3
 # names of tensor operations besides views whose result on masks is a mask
 _MASK_OPS = re.compile(
     r"index(_select)?|gather|_unsafe_view|clone|repeat|cat|stack|constant_pad_nd|flip|roll|_to_copy"
-    r"|(bitwise|logical)_(not|and|or)"
+    r"|(bitwise|logical)_(not|and|or)|maximum|minimum"
 )
 # names of tensor operations that select numbers by a mask, or read only its shape
 _SELECTION_OPS = re.compile(
@@ -34,6 +34,12 @@ _SELECTION_OPS = re.compile(
 )
 # Sums are rejected between two masks too: a sum of Boolean masks would show the keys that either mask shows.
 _SUM_OPS = frozenset(["add", "add_", "sub", "sub_", "rsub"])
+# names of tensor operations that compare two values
+_COMPARISON_OPS = re.compile("(eq|ne|lt|le|gt|ge)_?")
+# names of tensor operations whose Boolean result on numbers means something else than on a Boolean mask
+_NUMBER_OPS = re.compile(
+    r"isinf|isnan|isneginf|isposinf|sign(bit)?|sgn|a?(max|min)|aminmax|allclose|_local_scalar_dense"
+)
 
 
 class MaskReads(threading.local):
@@ -49,7 +55,9 @@ class BooleanMask(Tensor):
     """A tensor subclass for a Boolean mask, True = visible, that raises if a model computes numbers from it.
 
     The masks of transformers' eager attention are added to the scores. Masks of this library are Boolean, and would
-    hide nothing if a model added them to scores.
+    hide nothing if a model added them to scores. A comparison with a number, such as `mask < -1`, would be answered,
+    but with another meaning, so it is rejected too. A copy for later, such as `copy.deepcopy` and `torch.export` make,
+    is a plain Boolean tensor.
     """
 
     _dense: Tensor
@@ -72,6 +80,12 @@ class BooleanMask(Tensor):
         """Return the mask as a plain tensor."""
         return self._dense
 
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.as_bool_tensor().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_bool_tensor().clone().__reduce_ex__(protocol)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
@@ -83,12 +97,13 @@ class BooleanMask(Tensor):
         """
         mask_reads.count += 1
         name = getattr(function, "__name__", "").split(".")[0]
+        is_rejected = name in _SUM_OPS or _reads_numbers(name, args, kwargs or {})
         args, kwargs = pytree.tree_map_only(BooleanMask, lambda mask: mask.as_bool_tensor(), (args, kwargs or {}))
-        found: Any = None if name in _SUM_OPS else function(*args, **kwargs)
-        if _SELECTION_OPS.fullmatch(name):
+        found: Any = None if is_rejected else function(*args, **kwargs)
+        if not is_rejected and _SELECTION_OPS.fullmatch(name):
             return found if name != "index" or found.dtype != torch.bool else BooleanMask.wrap(found)
         results = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
-        if name in _SUM_OPS or any(each.dtype != torch.bool for each in results):
+        if is_rejected or any(each.dtype != torch.bool for each in results):
             raise ModelError(
                 f"The model computes {name} of its attention mask, which is Boolean with this library's attention: "
                 "True = visible, not a number added to the scores.",
@@ -96,6 +111,17 @@ class BooleanMask(Tensor):
             )
         is_mask = function.is_view or _MASK_OPS.fullmatch(name)
         return pytree.tree_map_only(Tensor, BooleanMask.wrap, found) if is_mask else found
+
+
+def _reads_numbers(name: str, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> bool:
+    """Whether an operation has a Boolean result that is right only for a mask of numbers, such as `mask < -1`."""
+    if name in ("ones_like", "zeros_like"):  # isfinite and isreal of a Boolean tensor, whose values torch does not read
+        return kwargs.get("dtype") == torch.bool and "pin_memory" not in kwargs
+    if _COMPARISON_OPS.fullmatch(name):
+        left, right = args[:2]
+        is_bool = isinstance(right, bool) or (isinstance(right, Tensor) and right.dtype == left.dtype == torch.bool)
+        return left is right or not is_bool  # a mask that is compared with itself: isnan
+    return bool(_NUMBER_OPS.fullmatch(name))
 
 
 class LazyMask(BooleanMask):
