@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO
 
+from multihead.encodings import decode_text
 from multihead.errors import InputError
 
 fcntl: ModuleType | None
@@ -35,32 +36,28 @@ _DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def read_text_file(file: str) -> str:
-    """Read a UTF-8 text file, or standard input for "-".
+    r"""Read a UTF-8 text file, or standard input for "-": without a byte order mark, and with line breaks as "\n".
 
     Raises:
         InputError: the file does not exist, is a folder, cannot be read, or is not UTF-8 text.
     """
     check_file_name(file)
     try:
-        return _read_standard_input() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return decode_text(file, _read_standard_input() if file == "-" else Path(file).read_bytes())
     except FileNotFoundError:
         raise InputError(f"There is no file {file!r}.", "Check its name.") from None
     except IsADirectoryError:
         raise InputError(f"{file!r} is a folder.", "Give a text file.") from None
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{file!r} is not UTF-8 text: its byte {error.start} is invalid.", "Save it as UTF-8."
-        ) from None
     except OSError as error:
         raise _file_error(file, error, "read") from None
 
 
-def _read_standard_input() -> str:
-    """Read all of standard input as UTF-8, independent of the terminal's encoding."""
+def _read_standard_input() -> bytes:
+    """Read all bytes of standard input, because its text would depend on the terminal's encoding."""
     if sys.stdin is None:  # the process was started with standard input closed
         raise InputError("Standard input is closed, so no text can be read from it.", "Give the name of a file.")
     binary = getattr(sys.stdin, "buffer", None)
-    return sys.stdin.read() if binary is None else binary.read().decode("utf-8")
+    return sys.stdin.read().encode("utf-8", "surrogatepass") if binary is None else bytes(binary.read())
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import struct
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -54,8 +56,6 @@ class TestEveryFormat:
         texts = [text for text in TRICKY if text.strip()]
         if ".txt" not in name:
             texts.append("two\nlines")
-        if ".txt" in name or ".csv" in name:
-            texts.remove("\x00")  # a file of text that begins with this is taken for another format
         file = tmp_path / name
         file.write_bytes(FORMATS[name](texts, "text"))
         assert [row.text for row in read(str(file))] == texts
@@ -91,7 +91,7 @@ class TestEveryFormat:
         if ".txt" in name:
             assert read(str(file))[0].text == "w1"
         elif ".jsonl" in name:
-            assert read(str(file))[0].problem == "no key 'text'"
+            assert read(str(file))[0].problem == "no key 'text'; its keys are 'body'"
         else:
             sentence = f"{file} has no column 'text'. Give one of its columns: number, body."
             with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
@@ -151,6 +151,86 @@ def test_memory_does_not_grow_with_the_number_of_texts(tmp_path: Path) -> None:
     assert {name: (few, many) for name, (few, many) in peaks.items() if many - few >= 0.2 * further} == {}
 
 
+class TestHints:
+    """One hint per symptom, in files whose rows are not what the reader expects."""
+
+    @pytest.mark.parametrize(("sign", "label"), [(";", "semicolons"), ("\t", "tabs"), ("|", "vertical bars")])
+    def test_csv_with_another_separator(self, tmp_path: Path, sign: str, label: str) -> None:
+        file = tmp_path / "a.csv"
+        file.write_text(f"\ufeffid{sign}text\n0{sign}The cat, and the dog, sat.\n", encoding="utf-8")
+        sentence = (
+            f"{file} has no column 'text': {label} seem to separate its values, not commas. Write it with commas: "
+            f"pandas.read_csv({str(file)!r}, sep={sign!r}).to_csv({str(file)!r}, index=False)."
+        )
+        with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+            read(str(file))
+
+    @pytest.mark.parametrize(
+        ("value", "layout", "found", "query"),
+        [
+            ([{"text": "a"}, {"text": "b"}], {"indent": 1}, "one JSON array", ".[]"),
+            ([{"text": "a"}, {"text": "b"}], {}, "one JSON array", ".[]"),
+            ([{"text": "a"}, {"text": "b"}], {"separators": (",\n", ":")}, "one JSON array", ".[]"),
+            (["a", "b"], {}, "one JSON array", ".[]"),
+            ({"text": "a", "id": 0}, {"indent": 2}, "JSON on several lines", "."),
+        ],
+    )
+    def test_json_that_is_not_a_value_per_line(
+        self, tmp_path: Path, value: object, layout: dict[str, Any], found: str, query: str
+    ) -> None:
+        file = tmp_path / "a.json"
+        file.write_text(json.dumps(value, **layout), encoding="utf-8")
+        (shard,) = divide_into_shards(sizes_and_versions([str(file)])[0], "text", shard_bytes=4)
+        sentence = (
+            f"{file} is {found}, and a value per line is expected. Convert it with jq -c '{query}' {file} > a.jsonl."
+        )
+        with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+            list(rows_of_shard(shard, "text"))
+
+    @pytest.mark.parametrize(
+        ("row", "problem"),
+        [
+            ({"data": {"text": "a"}}, "no key 'text'; its keys are 'data'"),
+            ({"text": {"en": "a"}}, "dict, no text; its keys are 'en'; a text is read from the top of a row"),
+            (
+                {"text": [{"role": "user", "content": "Hi"}]},
+                "list, no text, but chat messages; write each chat as one text (tokenizer.apply_chat_template)",
+            ),
+            (
+                {str(number): "" for number in range(10)},
+                f"no key 'text'; its keys are {str(list('01234567'))[1:-1]} ...",
+            ),
+        ],
+    )
+    def test_a_row_whose_text_is_elsewhere_says_what_it_has(
+        self, tmp_path: Path, row: dict[str, Any], problem: str
+    ) -> None:
+        file = tmp_path / "a.jsonl"
+        file.write_text(json.dumps(row) + '\n"last"\n', encoding="utf-8")
+        assert [each.problem for each in read(str(file))] == [problem, ""]
+
+    def test_a_workbook_is_not_csv(self, tmp_path: Path) -> None:
+        file = tmp_path / "a.csv"
+        with zipfile.ZipFile(file, "w") as book:
+            book.writestr("xl/workbook.xml", "")
+        with pytest.raises(InputError, match=f"^{file} is not text but an Excel workbook. Save it as CSV UTF-8.$"):
+            read(str(file))
+
+    def test_a_nul_is_a_character_in_every_shard(self, tmp_path: Path) -> None:
+        file = tmp_path / "a.txt"
+        texts = ["The cat\x00sat.", *TEXTS, "\x00"]
+        file.write_text("\n".join(texts), encoding="utf-8")
+        assert [row.text for row in read(str(file), shard_bytes=400)] == texts
+
+    def test_no_shard_of_utf_16_is_read_as_utf_8(self, tmp_path: Path) -> None:
+        file = tmp_path / "a.txt"
+        content = "\n".join(TEXTS).encode("utf-16-le")
+        file.write_bytes(content)
+        for start in range(1, 40):
+            with pytest.raises(InputError, match=r"it seems to be UTF-16LE\. Convert"):
+                list(rows_of_shard(Shard(str(file), "lines", -1, start, start + 100), "text"))
+
+
 class TestColumns:
     TYPES = (
         pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.binary_view(),
@@ -170,7 +250,7 @@ class TestColumns:
         table = pa.table({"text": range(60)})
         file = str(tmp_path / f"texts{suffix}")
         pq.write_table(table, file) if suffix == ".parquet" else feather.write_feather(table, file)
-        sentence = f"The column 'text' of {file} holds int64, no text. Give a column of strings."
+        sentence = f"The column 'text' of {file} holds int64, no text. Write its texts to a column of strings."
         with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
             read(file)
 
@@ -274,14 +354,17 @@ class TestFilesThatAreRefused:
             find_files([str(file)])
 
     @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.txt.gz"])
-    @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+    @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "gbk"])
     def test_text_in_another_encoding(self, tmp_path: Path, name: str, encoding: str) -> None:
-        content = FORMATS[name.removesuffix(".gz")](TEXTS, "text").decode().encode(encoding)
+        texts = ["今天天气很好，我们去公园散步。", "猫坐在垫子上。"] * 3 if encoding == "gbk" else TEXTS
+        lines = [json.dumps({"text": each}, ensure_ascii=False) if "json" in name else each for each in texts]
+        content = "\n".join(["text", *lines] if "csv" in name else lines).encode(encoding)
         file = tmp_path / name
         file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
         sizes, _ = sizes_and_versions([str(file)])
         (shard,) = divide_into_shards(sizes, "text", shard_bytes=100)  # one that fails, not each
-        sentence = f"{file} is no text in UTF-8. Convert it to UTF-8."
+        label = {"utf-16": "UTF-16", "utf-16-le": "UTF-16LE", "utf-32": "UTF-32", "gbk": "GBK"}[encoding]
+        sentence = f"{file} is not UTF-8 text: it seems to be {label}. Convert it with iconv -f {label} -t UTF-8."
         with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
             list(rows_of_shard(shard, "text"))
 

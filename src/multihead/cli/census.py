@@ -208,6 +208,8 @@ def _load_census(folder: str) -> Census:
 
 def _print_census(found: Census, lang: str, progress: Progress | None = None) -> None:
     """Print what was counted and what is missing."""
+    from multihead.counting.merge import problems_of_shards
+
     _print_counts(found, progress, lang)
     _print_heads(found, lang)
     _print_problems(found, lang)
@@ -215,7 +217,10 @@ def _print_census(found: Census, lang: str, progress: Progress | None = None) ->
         named = ", ".join(map(str, found.missing[:MAX_PRINTED_PROBLEMS])) + (
             " ..." if len(found.missing) > MAX_PRINTED_PROBLEMS else ""
         )
-        click.echo(text("census.missing", lang, number=len(found.missing), shards=named), err=True)
+        missing = text("census.missing", lang, number=len(found.missing), shards=named)
+        # A shard that failed fails again; why was printed above.
+        again = len(problems_of_shards(found.folder, found.plan, found.missing)) < len(found.missing)
+        click.echo(missing + (text("census.count again", lang) if again else ""), err=True)
     if _path_of_heads_table(found).exists():
         click.echo(
             text(

@@ -72,7 +72,7 @@ SORT_COLUMNS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
     show_default=True,
     help=f"Sort the table by: {', '.join(SORT_COLUMNS)}; those in repeated_ need --textbook.",
 )
-@click.option("--top", type=click.IntRange(min=1), metavar="N", help="Only the first N heads of the table.")
+@click.option("--top", type=click.IntRange(min=1), metavar="N", help="Print only the first N heads of the table.")
 @table_options
 @click.option("--out", default="report.html", show_default=True, metavar="FILE", help="The page to write.")
 @click.option(
@@ -185,12 +185,12 @@ def look(
             lang=lang,
             progress=lambda done, total: steps.show(storing, done, total),
         )
-    table = record.table(sort=sort, top=top, kinds=False)
+    table = record.table(sort=sort, kinds=False)
     read = {profile.number: profile for profile in profiles}
     rows = [{**row, **read[row["layer"]].row(row["head"])} for row in rows_with_roles(record.layers, table.rows)]
     write_tables(rows, json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
-        print_heads(record, profiles, run, rows, sort=sort, lang=lang)
+        print_heads(record, profiles, run, rows[:top], sort=sort, lang=lang)
         if textbook:
             print_textbook_heads(profiles, lang)
         elif run.text is not None and family_head(loaded) == "language":

@@ -20,15 +20,19 @@ import gzip
 import io
 import json
 import lzma
+import shlex
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from csv import reader as csv_rows
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 
+from multihead.encodings import check_is_text, conversion_of, not_utf_8, other_encoding
 from multihead.errors import InputError, MultiheadError
 
 MAX_LINE_BYTES = 1 << 26
@@ -39,6 +43,16 @@ CSV_BLOCK_BYTES = 1 << 22
 
 MAX_BROKEN_CSV_ROWS = 100_000
 """Largest number of consecutive broken rows in a csv file; with more the whole file counts as broken."""
+
+_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+"""Signs that separate the values of a csv file in the place of commas, and their names."""
+
+_MEND_WITHOUT_STRINGS = (
+    "Write its texts to a column of strings; a chat is one text after tokenizer.apply_chat_template."
+)
+
+_MAX_NAMED_KEYS = 8
+"""Largest number of keys of a JSON object that a message names."""
 
 _MAX_DECODED_BYTES, _MAX_DECODED_ROWS = 1 << 22, 1024  # of texts, in a parquet file, that are decoded at once
 _BYTES_PER_READ = 1 << 16  # number of bytes per read of a file
@@ -221,15 +235,17 @@ def _open_text(file: str) -> Iterator[io.BufferedReader]:
             yield source
 
 
-def _check_text(file: str, head: bytes) -> None:
-    """Reject a text file whose first bytes, `head`, are those of another format or of another encoding."""
-    magics = [(suffix, each.magic) for suffix, each in _COMPRESSIONS.items()]
-    magics += [(each.suffixes[0], each.magic) for each in FORMATS.values() if each.magic]
-    for suffix, magic in magics:
-        if head.startswith(magic):
-            raise InputError(f"{file} begins as files with the suffix {suffix} do.", f"Add {suffix} to its name.")
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
-        raise InputError(f"{file} is no text in UTF-8.", "Convert it to UTF-8.")
+def _check_text(file: str, head: bytes, position: int = 0) -> None:
+    """Reject a text file of another format or another encoding by its bytes `head` at a position."""
+    if not position:
+        magics = [(suffix, each.magic) for suffix, each in _COMPRESSIONS.items()]
+        magics += [(each.suffixes[0], each.magic) for each in FORMATS.values() if each.magic]
+        for suffix, magic in magics:
+            if head.startswith(magic):
+                raise InputError(f"{file} begins as files with the suffix {suffix} do.", f"Add {suffix} to its name.")
+        check_is_text(file, head)
+    if (encoding := other_encoding(head, position)) is not None:
+        raise InputError(f"{file} is not UTF-8 text: it seems to be {encoding}.", conversion_of(encoding))
 
 
 def rows_of_shard(shard: Shard, column: str) -> Iterator[Row]:
@@ -275,7 +291,7 @@ def _decode_text(place_in_file: str, value: bytes | None) -> Row:
     try:
         return Row(place_in_file, value.decode("utf-8"))
     except UnicodeDecodeError:
-        return Row(place_in_file, None, "not UTF-8")
+        return Row(place_in_file, None, not_utf_8(value))
 
 
 def _read_lines(shard: Shard, column: str) -> Iterator[Row]:
@@ -286,6 +302,8 @@ def _read_lines(shard: Shard, column: str) -> Iterator[Row]:
             position -= 1
             source.seek(position)
             position += _skip_line(source)  # a line that begins in the previous shard belongs to that shard
+            _check_text(shard.file, source.read(_BYTES_PER_READ), position)
+            source.seek(position)
         else:
             _check_text(shard.file, source.peek(_BYTES_PER_READ))
         while (shard.stop < 0 or position < shard.stop) and (line := source.readline(MAX_LINE_BYTES)):
@@ -309,8 +327,37 @@ def _skip_line(source: io.BufferedReader) -> int:
 
 
 def _read_json_lines(shard: Shard, column: str) -> Iterator[Row]:
-    for row in _read_lines(shard, column):
+    rows = _read_lines(shard, column)
+    if not shard.start:
+        first = list(islice(rows, 2))
+        _check_json_lines(shard.file, first)
+        rows = chain(first, rows)
+    for row in rows:
         yield _text_of_json_line(row, column)
+
+
+def _check_json_lines(file: str, first: Sequence[Row]) -> None:
+    """Reject a JSON file whose first two rows, `first`, show that it is one value on several lines, or one array."""
+    lines = [(row.text or "").strip() for row in first]
+    values = [_parse_json(line) for line in lines]
+    array = bool(lines) and (
+        (lines[0].startswith("[") and values[0] is None) or (len(lines) == 1 and isinstance(values[0], list))
+    )
+    if array or (len(lines) == 2 and lines[0].startswith("{") and values == [None, None]):
+        found, query = ("one JSON array", ".[]") if array else ("JSON on several lines", ".")
+        source, target = (shlex.quote(each) for each in (file, f"{PurePosixPath(file).stem}.jsonl"))
+        raise InputError(
+            f"{file} is {found}, and a value per line is expected.",
+            f"Convert it with jq -c '{query}' {source} > {target}.",
+        )
+
+
+def _parse_json(text: str) -> Any:
+    """Return the value of a JSON text; None if it is invalid."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _text_of_json_line(row: Row, column: str) -> Row:
@@ -323,11 +370,26 @@ def _text_of_json_line(row: Row, column: str) -> Row:
         return row._replace(text=None, problem="not JSON")
     if isinstance(found, dict):
         if column not in found:
-            return row._replace(text=None, problem=f"no key {column!r}")
+            return row._replace(text=None, problem=f"no key {column!r}{_keys_of_object(found)}")
         found = found[column]
     if not isinstance(found, str):
-        return row._replace(text=None, problem=f"{type(found).__name__}, no text")
+        return row._replace(text=None, problem=f"{type(found).__name__}, no text{_hint_for_value(found)}")
     return row._replace(text=found)
+
+
+def _keys_of_object(value: dict[str, Any]) -> str:
+    """Return the keys of a JSON object for a message, such as "; its keys are id, body"."""
+    named = [repr(key) for key in value][:_MAX_NAMED_KEYS]
+    return f"; its keys are {', '.join(named)}{' ...' if len(value) > len(named) else ''}" if named else ""
+
+
+def _hint_for_value(value: Any) -> str:
+    """Return what a value is that a message can help with: chat messages, or an object with keys of its own."""
+    if isinstance(value, dict):
+        return _keys_of_object(value) + "; a text is read from the top of a row" if value else ""
+    if isinstance(value, list) and value and isinstance(value[0], dict) and {"role", "content"} <= set(value[0]):
+        return ", but chat messages; write each chat as one text (tokenizer.apply_chat_template)"
+    return ""
 
 
 def _divide_bytes(whole: Shard, size: int, column: str) -> list[FilePart]:
@@ -337,6 +399,11 @@ def _divide_bytes(whole: Shard, size: int, column: str) -> list[FilePart]:
             whole.file, system.cat_file(path, 0, min(size, _BYTES_PER_READ))
         )  # an unreadable file is kept whole, so that one shard fails instead of many
     return [FilePart(whole, size, size)]
+
+
+def _divide_json_lines(whole: Shard, size: int, column: str) -> list[FilePart]:
+    _check_json_lines(whole.file, list(islice(_read_lines(whole, column), 2)))
+    return _divide_bytes(whole, size, column)
 
 
 def _read_csv(shard: Shard, column: str) -> Iterator[Row]:
@@ -370,8 +437,7 @@ def _read_csv(shard: Shard, column: str) -> Iterator[Row]:
             for number, problem in broken:
                 yield Row(f"{shard.file} row {number}", None, problem)
         except pa.ArrowKeyError:
-            with _open_text(shard.file) as again:
-                raise _missing_column_error(shard.file, column, csv.open_csv(again).schema.names) from None
+            raise _missing_csv_column_error(shard.file, column) from None
         except pa.ArrowInvalid as error:
             if "straddl" not in str(error):
                 raise
@@ -379,6 +445,20 @@ def _read_csv(shard: Shard, column: str) -> Iterator[Row]:
                 f"{shard.file} has a row of more than {CSV_BLOCK_BYTES} bytes.",
                 "Close its quotes, or write it as jsonl.",
             ) from None
+
+
+def _missing_csv_column_error(file: str, column: str) -> InputError:
+    """Return the error for a csv file without the column of the texts, or whose values commas do not separate."""
+    with _open_text(file) as source:
+        first = source.readline(_BYTES_PER_READ).removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace")
+    names = next(csv_rows([first]), [])
+    for sign, label in _OTHER_SEPARATORS.items():
+        if len(names) == 1 and sign in first:
+            return InputError(
+                f"{file} has no column {column!r}: {label} seem to separate its values, not commas.",
+                f"Write it with commas: pandas.read_csv({file!r}, sep={sign!r}).to_csv({file!r}, index=False).",
+            )
+    return _missing_column_error(file, column, names)
 
 
 def _keep_whole(whole: Shard, size: int, column: str) -> list[FilePart]:
@@ -472,20 +552,31 @@ def _divide_record_batches(whole: Shard, size: int, column: str) -> list[FilePar
 
 def _check_column(file: str, column: str, schema: Any) -> list[str]:
     """Reject a table without a column of texts, and return the names of its columns."""
-    from pyarrow import types
-
     names: list[str] = schema.names
     if column not in names:
         raise _missing_column_error(file, column, names)
     kind = schema.types[names.index(column)]
+    if not _holds_text(kind):
+        strings = [name for name, each in zip(names, schema.types, strict=True) if _holds_text(each)]
+        raise InputError(
+            f"The column {column!r} of {file} holds {kind}, no text.",
+            f"Give a column of strings: {', '.join(strings)}."
+            if strings
+            else "Write its texts to a column of strings.",
+        )
+    return names
+
+
+def _holds_text(kind: Any) -> bool:
+    """Return whether a pyarrow type is that of strings or bytes, or of a dictionary of them."""
+    from pyarrow import types
+
     values = kind.value_type if types.is_dictionary(kind) else kind
     texts = (
         types.is_string, types.is_large_string, types.is_string_view,
         types.is_binary, types.is_large_binary, types.is_binary_view,
     )  # fmt: skip
-    if not any(is_text(values) for is_text in texts):
-        raise InputError(f"The column {column!r} of {file} holds {kind}, no text.", "Give a column of strings.")
-    return names
+    return any(is_text(values) for is_text in texts)
 
 
 def _missing_column_error(file: str, column: str, names: list[str]) -> InputError:
@@ -513,7 +604,7 @@ FORMATS = {
         Format("parquet", (".parquet", ".pq"), b"PAR1", "row group {}, rows", _read_parquet, _divide_row_groups),
         Format("arrow", (".arrow", ".feather"), _ARROW_MAGIC, "record batches", _read_arrow, _divide_record_batches),
         Format("csv", (".csv",), b"", "rows", _read_csv, _keep_whole),
-        Format("jsonl", (".jsonl", ".ndjson", ".json"), b"", "bytes", _read_json_lines, _divide_bytes),
+        Format("jsonl", (".jsonl", ".ndjson", ".json"), b"", "bytes", _read_json_lines, _divide_json_lines),
         Format("lines", (".txt", ".text", ""), b"", "bytes", _read_lines, _divide_bytes),
     )
 }
