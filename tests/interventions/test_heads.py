@@ -371,6 +371,17 @@ def test_a_model_that_the_library_does_not_reach_is_an_error() -> None:
         "multihead.compat.torch_nn.replace(model, inplace=True) for layers of torch.nn, or build the model with "
         "mh.MultiHeadAttention."
     )
+
+    def observed(layer: nn.Module) -> None:
+        with mh.observe(layer):
+            pass
+
+    layer = family("llama").model.layers[0]
+    advice = "LlamaDecoderLayer is a part of a Hugging Face model: give the whole model, and name layers of it."
+    for act in (lambda: mh.ablate(layer, "L0 H1"), lambda: mh.use(layer), lambda: observed(layer)):
+        with pytest.raises(ModelError) as caught:
+            act()
+        assert str(caught.value).endswith(f". {advice}")
     with pytest.raises(ModelError, match="No attention layer of Linear ran"):
         mh.head_means(nn.Linear(2, 2), [torch.randn(1, 2)])
 

@@ -116,12 +116,15 @@ class TestCompiled:
         torch.testing.assert_close(output[kept], expected[kept], atol=5e-5, rtol=5e-5)
         assert len(graphs) == 1
 
-    @pytest.mark.parametrize("part", ["self_attn", "layer"])
+    @pytest.mark.parametrize("part", ["self_attn", "layer", "forward of self_attn"])
     def test_a_layer_that_is_compiled_alone_is_accepted(self, part: str) -> None:
         torch._dynamo.reset()
         model, batch = family("llama"), batch_of("llama")
         layer = model.model.layers[1]
-        (layer.self_attn if part == "self_attn" else layer).compile(backend="eager")
+        if part == "forward of self_attn":
+            layer.self_attn.forward = torch.compile(layer.self_attn.forward, backend="eager")
+        else:
+            (layer.self_attn if part == "self_attn" else layer).compile(backend="eager")
         expected = eager(family("llama"), batch)[0]
         with torch.no_grad(), mh.use(model):
             torch.testing.assert_close(model(**batch)[0], expected, atol=5e-5, rtol=5e-5)

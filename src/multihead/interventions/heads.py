@@ -10,7 +10,7 @@ from torch import nn
 
 from multihead.errors import ArgumentError, ModelError
 from multihead.errors.arguments import join_first
-from multihead.models.coverage import require_attention_interface, uses_attention_interface
+from multihead.models.coverage import require_attention_interface, uses_attention_interface, whole_model_advice
 from multihead.models.pretrained import pretrained_models
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads_per_layer", "h")
@@ -85,7 +85,8 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
             require_attention_interface(model)  # raises for an unsupported family
         raise ModelError(
             f"{type(model).__name__} has no attention layer of this library or of a Hugging Face model.",
-            "Call multihead.compat.torch_nn.replace(model, inplace=True) for layers of torch.nn, or build the model "
+            whole_model_advice(model)
+            or "Call multihead.compat.torch_nn.replace(model, inplace=True) for layers of torch.nn, or build the model "
             "with mh.MultiHeadAttention.",
         )
     return found

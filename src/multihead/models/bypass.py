@@ -114,7 +114,12 @@ def _is_compiled(module: nn.Module) -> bool:
 
     if get_eval_frame_callback() not in (None, False):
         return True
-    return any(hasattr(each, "_orig_mod") or vars(each).get("_compiled_call_impl") for each in module.modules())
+    return any(
+        hasattr(each, "_orig_mod")
+        or vars(each).get("_compiled_call_impl")
+        or hasattr(each.forward, "_torchdynamo_orig_callable")
+        for each in module.modules()
+    )
 
 
 @cache

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from multihead.errors import ModelError
+from multihead.models.pretrained import pretrained_models
 
 IMPLEMENTATION_NAME = "multihead"
 """Name of this library's attention in transformers."""
@@ -71,6 +72,13 @@ def package_of(kind: type | FunctionType) -> str:
 def uses_attention_interface(kind: Any) -> bool:
     """Whether the forward of a class looks attention up in transformers' AttentionInterface."""
     return package_of(kind) not in ("multihead", "torch") and _interface_is_named(_read_class_forward(kind).names)
+
+
+def whole_model_advice(module: nn.Module) -> str | None:
+    """Return how to fix a call that was given a part of a Hugging Face model; None if the module is not such a part."""
+    if pretrained_models(module) or not any(uses_attention_interface(type(each)) for each in module.modules()):
+        return None
+    return f"{type(module).__name__} is a part of a Hugging Face model: give the whole model, and name layers of it."
 
 
 def first_base_using_interface(bases: tuple[Any, ...]) -> Any:

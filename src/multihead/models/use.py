@@ -13,6 +13,7 @@ from multihead.errors.optional import require
 from multihead.kernels.call import AttentionCall, listen
 from multihead.kernels.explanation import Explanation, explain_request
 from multihead.kernels.parts import PartName
+from multihead.models.coverage import whole_model_advice
 from multihead.models.huggingface import install, register_in_transformers
 from multihead.models.packed import leave_out_padding
 from multihead.models.pretrained import pretrained_models
@@ -63,7 +64,8 @@ def use(model: nn.Module | None = None, *, packed: bool = False) -> Used | None:
     if not isinstance(model, nn.Module) or not pretrained_models(model):
         raise ModelError(
             f"{type(model).__name__} contains no model of transformers.",
-            "Give one, or build layers with mh.MultiHeadAttention.",
+            (isinstance(model, nn.Module) and whole_model_advice(model))
+            or "Give one, or build layers with mh.MultiHeadAttention.",
         )
     return Used(model, leave_out_padding(model) if packed else install(model))
 

@@ -125,6 +125,14 @@ def observe(
             stacklevel=3,
         )
     recorder.check_complete(root)
+    if unheard := [f"{name} ({kind})" for name, kind in recorder.unheard_layers(root).items()]:
+        warnings.warn(
+            f"The record is incomplete. No call of {', '.join(unheard)} was heard: "
+            "it did not run, or its attention is computed elsewhere, by a class of its own or by a function that takes "
+            "its weights. multihead.compat.torch_nn.replace(model, inplace=True) makes each plain "
+            "nn.MultiheadAttention a layer that is recorded.",
+            stacklevel=3,
+        )
 
 
 def _check_options(model: object, keep: object, map_size: object, map_pool: object, probes: Sequence[Probe]) -> None:

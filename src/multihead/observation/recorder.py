@@ -30,6 +30,7 @@ from multihead.kernels.sequence_split import SequenceSplit
 from multihead.layer.sharding import RankHeads, rank_heads
 from multihead.masks.positions import SampleSpan
 from multihead.models import pretrained
+from multihead.models.coverage import whole_model_advice
 from multihead.models.pretrained import InputTracker
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import LayerNamer
@@ -608,6 +609,20 @@ class Recorder:
         context = self.measurer.probe_context(caller, shape, ids)
         return replace(context, first_key=first_key, key_start=start, id_before=before)
 
+    def unheard_layers(self, model: nn.Module) -> dict[str, str]:
+        """Return each nn.MultiheadAttention of a model that made no call that this listener heard: name -> its class.
+
+        A plain one in a Hugging Face model is replaced while the model is observed, so without a call it did not run.
+        """
+        heard, models = {name.partition("#")[0] for name in self._layers}, pretrained.pretrained_models(model)
+        return {
+            name: type(module).__name__
+            for name, module in model.named_modules()
+            if isinstance(module, nn.MultiheadAttention)
+            and self.measurer.names[id(module)] not in heard
+            and (type(module) is not nn.MultiheadAttention or pretrained.innermost_model(name, models) is None)
+        }
+
     def check_complete(self, model: nn.Module) -> None:
         """Check that every layer that the user selected was recorded.
 
@@ -617,14 +632,17 @@ class Recorder:
         if not self._layers:
             # Subclasses are not counted, because `replace` does not replace them.
             of_torch = any(type(module) is nn.MultiheadAttention for module in model.modules())
-            raise ModelError(
-                f"No attention call of {type(model).__name__} was captured: it did not run inside the context, or its "
-                f"layers compute their attention themselves{', as nn.MultiheadAttention does' if of_torch else ''}.",
+            advice = whole_model_advice(model) or (
                 "Call multihead.compat.torch_nn.replace(model, inplace=True), which makes each nn.MultiheadAttention a "
                 "layer that is recorded, and run the model inside the context."
                 if of_torch
                 else "Run the model inside the context. Layers of multihead are recorded, and Hugging Face models that "
-                "use AttentionInterface.",
+                "use AttentionInterface."
+            )
+            raise ModelError(
+                f"No attention call of {type(model).__name__} was captured: it did not run inside the context, or its "
+                f"layers compute their attention themselves{', as nn.MultiheadAttention does' if of_torch else ''}.",
+                advice,
             )
         missed = [] if self.layer_filter is None else self.layer_filter.unmatched_items(list(self._layers))
         if missed:
