@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from multihead.counting.heads_table import (
     add_missing_columns,
     heads_schema,
     read_metadata,
+    table_from_parquet,
     table_to_parquet,
 )
 from multihead.counting.merge import (
@@ -27,6 +30,7 @@ from multihead.counting.merge import (
     read_merged_tables,
 )
 from multihead.counting.plan import read_plan
+from tests.counting.written import flip_a_bit
 
 
 def one_row(
@@ -98,6 +102,26 @@ def test_a_layer_that_a_shard_lacks_is_kept() -> None:
     found.add_shard(one_row(2.0, shard=1, layer=0))
     assert found.heads_table()["layer"].to_pylist() == [0, 1]
     assert found.heads_table()["mean"].to_pylist() == [2.0, 1.0]
+
+
+def test_a_table_in_which_a_bit_was_flipped_is_damaged_or_equal() -> None:
+    draw, table = random.Random(0), one_row(1.0, shard=0)
+    content = table_to_parquet(table, {"plan": "a", "shard": 0, "texts": 3})
+    written = table_from_parquet(content)
+    assert (written, read_metadata(written.schema)) == (table, {"plan": "a", "shard": 0, "texts": 3})
+    for _ in range(600):
+        found = table_from_parquet(flip_a_bit(content, draw))
+        assert found is None or (found, read_metadata(found.schema)) == (table, read_metadata(written.schema))
+
+
+def test_a_table_without_a_hash_is_read() -> None:
+    """Censuses of earlier versions have none."""
+    written, table = io.BytesIO(), one_row(1.0, shard=0)
+    pq.write_table(table, written)
+    assert table_from_parquet(written.getvalue()) == table
+    broken = table.replace_schema_metadata({b"multihead": b"{"})
+    pq.write_table(broken, written := io.BytesIO())
+    assert table_from_parquet(written.getvalue()) is None
 
 
 class TestAFolder:

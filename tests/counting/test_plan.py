@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from multihead.counting.plan import PLAN_FILE, Plan, identity_of_probe, model_id
 from multihead.errors import ArgumentError, InputError
 from multihead.models.loading import LoadedModel, load
 from tests.counting.tiny import bert, tokenizer
+from tests.counting.written import flip_a_bit
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ class TestFilesThatChanged:
         assert old.id == plan.id
         assert old.write_or_check(tmp_path).versions == {}
         content = json.loads((tmp_path / PLAN_FILE).read_text(encoding="utf-8"))
-        del content["versions"]
+        del content["versions"], content["hash"]
         (tmp_path / PLAN_FILE).write_text(json.dumps(content), encoding="utf-8")
         assert read_plan(tmp_path) == old
 
@@ -114,6 +116,18 @@ def test_a_plan_that_was_changed_is_an_error(plan: Plan, tmp_path: Path) -> None
     sentence = f"'{tmp_path / PLAN_FILE}' was changed after it was written. Delete the directory and run again."
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
         read_plan(tmp_path)
+
+
+def test_a_plan_in_which_a_bit_was_flipped_is_an_error_or_equal(plan: Plan, tmp_path: Path) -> None:
+    plan.write_or_check(tmp_path)
+    file, draw = tmp_path / PLAN_FILE, random.Random(0)
+    content = file.read_bytes()
+    for _ in range(300):
+        file.write_bytes(flip_a_bit(content, draw))
+        try:
+            assert read_plan(tmp_path) == plan
+        except InputError:
+            continue
 
 
 @pytest.mark.parametrize(

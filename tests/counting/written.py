@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -60,6 +61,13 @@ def jsonl_of(values: Sequence[Value], column: str) -> bytes:
 
 def lines_of(values: Sequence[Value], column: str) -> bytes:
     return b"".join((each if isinstance(each, bytes) else (each or "").encode()) + b"\n" for each in values)
+
+
+def flip_a_bit(content: bytes, draw: random.Random) -> bytes:
+    """Return bytes of which one bit, drawn at random, is another."""
+    flipped, place = bytearray(content), draw.randrange(8 * len(content))
+    flipped[place // 8] ^= 1 << place % 8
+    return bytes(flipped)
 
 
 def zstandard(content: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Sequence
@@ -15,6 +16,11 @@ from multihead.counting.sums import SUMS_WITHOUT_QUERIES, StatisticSums
 
 METADATA_KEY = b"multihead"
 """Key in the metadata of a parquet file under which the counts of the shard or census are stored as JSON."""
+
+HASH_KEY = b"multihead.hash"
+"""Key in the metadata of a parquet file under which the hash of its bytes is stored, taken with zeros in its place."""
+
+_NO_HASH = b"0" * 32
 
 CHANCE_COLUMNS = "chance", "texts", "excess", "excess_squares"
 """Columns about chance levels, null where no query counts or the chance level is unknown; missing in old files."""
@@ -119,13 +125,46 @@ def group_values_by_row(row: NDArray[np.int64], values: Any, order: NDArray[np.i
 
 
 def table_to_parquet(table: Any, metadata: dict[str, Any]) -> bytes:
-    """Return a table with metadata as the bytes of a parquet file; equal tables give equal bytes."""
+    """Return a table with metadata as the bytes of a parquet file; equal tables give equal bytes.
+
+    The pages have checksums, which any reader can verify. They cover neither the footer nor the metadata, so a hash of
+    the whole file is stored in the footer too.
+    """
     import pyarrow.parquet as pq
 
     written = io.BytesIO()
     content = json.dumps(metadata, ensure_ascii=False, sort_keys=True).encode()
-    pq.write_table(table.replace_schema_metadata({METADATA_KEY: content}), written, compression="zstd")
-    return written.getvalue()
+    table = table.replace_schema_metadata({METADATA_KEY: content})
+    with pq.ParquetWriter(written, table.schema, compression="zstd", write_page_checksum=True) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({HASH_KEY.decode(): _NO_HASH.decode()})
+    without_hash = written.getvalue()
+    return _hash_of_file(without_hash).join(without_hash.rsplit(_NO_HASH, 1))
+
+
+def table_from_parquet(content: bytes) -> Any:
+    """Return the table (pyarrow) of the bytes of a parquet file; None if they are damaged.
+
+    A file of an earlier version has no hash; then only damage that makes it unreadable is found.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(io.BytesIO(content), page_checksum_verification=True)
+        found = (file.metadata.metadata or {}).get(HASH_KEY)
+        if found is not None and _hash_of_file(_NO_HASH.join(content.rsplit(found, 1))) != found:
+            return None
+        table = file.read(use_threads=False)
+        table.validate(full=True)
+        read_metadata(table.schema)
+    except (OSError, ValueError, RecursionError, pa.ArrowException):  # ValueError: metadata that is not JSON
+        return None
+    return table
+
+
+def _hash_of_file(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=len(_NO_HASH) // 2).hexdigest().encode()
 
 
 def read_metadata(schema: Any) -> dict[str, Any]:

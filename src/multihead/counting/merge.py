@@ -22,6 +22,7 @@ from multihead.counting.heads_table import (
     heads_schema,
     read_metadata,
     sums_of_table,
+    table_from_parquet,
     table_to_parquet,
 )
 from multihead.counting.plan import Plan
@@ -144,13 +145,10 @@ def read_shard(folder: Path, plan: Plan, index: int) -> Any:
 
 
 def _read_table(file: Path) -> Any:
-    """Read a parquet file; None if it cannot be read."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+    """Read a parquet file; None if it cannot be read or is damaged."""
     try:
-        return pq.read_table(file, use_threads=False, partitioning=None)
-    except (OSError, pa.ArrowException):
+        return table_from_parquet(file.read_bytes())
+    except OSError:
         return None
 
 

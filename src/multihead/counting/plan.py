@@ -98,7 +98,7 @@ class Plan:
         """Hash of the fields of the plan that change the result; the model's name and the device are left out."""
         left_out = ("model", "device", "title", "versions", *(("version",) if self.version == 1 else ()))
         content = {name: value for name, value in asdict(self).items() if name not in left_out}
-        return _hash_of_content(json.dumps(content, sort_keys=True).encode())
+        return _hash_of_json(content)
 
     @property
     def statistics(self) -> dict[str, Statistic]:
@@ -211,7 +211,8 @@ class Plan:
         if not continued:
             # Several processes may write this file at once: with the same command they write the same bytes.
             content = {"id": self.id, **asdict(self)}
-            write_atomically(file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            written = json.dumps(content | {"hash": _hash_of_json(content)}, indent=1, ensure_ascii=False)
+            write_atomically(file, written + "\n")
         found = read_plan(folder)
         found.check_same_census(self)
         unknown = [
@@ -244,6 +245,10 @@ def read_plan(folder: Path) -> Plan:
         raise InputError(f"{str(file)!r} cannot be read: {error}.", "Delete the directory and run again.") from None
     if not isinstance(content, dict) or content.get("version") not in (1, PLAN_VERSION):
         raise InputError(f"{str(file)!r} is no plan of this version of multihead.", "Run the census again elsewhere.")
+    # `id` covers only the fields that change the result. Files of earlier versions have no hash.
+    found = content.pop("hash", None)
+    if found not in (None, _hash_of_json(content)):
+        raise _changed_plan_error(file)
     try:
         expected = content.pop("id")
         for name in ("special_ids", "probes", "texts"):
@@ -252,11 +257,15 @@ def read_plan(folder: Path) -> Plan:
         content["shards"] = tuple(Shard(*each) for each in content["shards"])
         content["versions"] = {file: FileVersion(*each) for file, each in content.get("versions", {}).items()}
         plan = Plan(**content)
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise InputError(f"{str(file)!r} is incomplete: {error}.", "Delete the directory and run again.") from None
     if plan.id != expected:
-        raise InputError(f"{str(file)!r} was changed after it was written.", "Delete the directory and run again.")
+        raise _changed_plan_error(file)
     return plan
+
+
+def _changed_plan_error(file: Path) -> InputError:
+    return InputError(f"{str(file)!r} was changed after it was written.", "Delete the directory and run again.")
 
 
 def identity_of_probe(probe: Probe) -> dict[str, Any]:
@@ -309,7 +318,11 @@ def tokenizer_id(tokenizer: Any) -> str:
         }
     else:
         content = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
-    return _hash_of_content(json.dumps([content, sorted(tokenizer.all_special_ids)], sort_keys=True).encode())
+    return _hash_of_json([content, sorted(tokenizer.all_special_ids)])
+
+
+def _hash_of_json(content: object) -> str:
+    return _hash_of_content(json.dumps(content, sort_keys=True).encode())
 
 
 def _hash_of_content(content: bytes) -> str:
