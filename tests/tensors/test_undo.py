@@ -5,42 +5,73 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 from torch import nn
+from transformers.utils import logging as hf_logging
 
 import multihead as mh
+from multihead.compat.torch_nn import replace
+from multihead.compat.torch_nn.replace import Replaced
 from multihead.errors import ModelError
-from multihead.kernels import call
+from multihead.interventions.ablate import Intervention
+from multihead.kernels import call, head_changes, sequence_split, slow_paths
+from multihead.kernels.native import library
+from multihead.models import pretrained
+from multihead.models.loading import silence_transformers
 from multihead.models.packed import _padded_contexts
+from multihead.models.source import hub_access
 from multihead.models.use import Used
 from multihead.tensors import tracing
+from multihead.tensors.threads import set_torch_threads
 from multihead.tensors.undo import Undo
 from tests.families import batch_of, family
 
 SRC = Path(mh.__file__).parent
 CHANGING = {
-    str(SRC / each)
+    str(SRC / f"{each}.py")
     for each in (
-        "kernels/call.py",
-        "tensors/tracing.py",
-        "tensors/undo.py",
-        "models/use.py",
-        "models/huggingface.py",
-        "models/bypass.py",
+        "compat/torch_nn/replace",
+        "interventions/ablate",
+        "interventions/followed",
+        "kernels/call",
+        "kernels/head_changes",
+        "kernels/native/library",
+        "kernels/sequence_split",
+        "kernels/slow_paths",
+        "models/bypass",
+        "models/config_in_use",
+        "models/guarded_cache",
+        "models/huggingface",
+        "models/loading",
+        "models/packed",
+        "models/pretrained",
+        "models/source",
+        "models/use",
+        "observation/observe",
+        "observation/watch",
+        "tensors/threads",
+        "tensors/tracing",
+        "tensors/undo",
     )
-} | {str(SRC / each) for each in ("models/pretrained.py", "models/packed.py", "observation/observe.py")}
+}
 
-# Until a block begins, `mh.use(model)` is permanent, as without a block; and Python ignores what `__del__` raises.
-UNINTERRUPTED = (Used.__enter__.__code__, Undo.__del__.__code__)
+# Before the first line of these methods nothing can know that a block begins or ends.
+FIRST_LINES = {
+    (code.co_filename, next(line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno))
+    for kind in (Used, Replaced, mh.Watch, Intervention)
+    for code in (kind.__enter__.__code__, kind.__exit__.__code__)
+}
 # A lock is acquired and released in C, where no signal is handled.
 LOCKS = {
     (name, number)
@@ -58,13 +89,22 @@ def state(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         for place in (*places, "_forward_hooks_always_called")
     }
-    choice = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    config = getattr(model, "config", None)
     return {
         "hooks": hooks,
-        "choice": choice,
+        "choice": (id(config), getattr(config, "_attn_implementation", None)),
+        "classes": [type(each) for each in model.modules()],
         "listeners": call.listeners(),
+        "changes": head_changes.active_changes,
         "uncompiled": list(tracing._users_of_uncompiled),
         "padded": _padded_contexts.get(),
+        "trackers": pretrained._active_trackers.get(),
+        "strict": slow_paths._strict.get(),
+        "split": sequence_split.active_split,
+        "instruction set": library._forced_instruction_set.get(),
+        "threads": torch.get_num_threads(),
+        "offline": huggingface_hub.constants.HF_HUB_OFFLINE,
+        "verbosity": hf_logging.get_verbosity(),
     }
 
 
@@ -81,9 +121,9 @@ def lines_of(run: Callable[[], object], stop: int = -1) -> list[Line]:
     found: list[Line] = []
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename not in CHANGING or frame.f_code in UNINTERRUPTED:
+        if frame.f_code.co_filename not in CHANGING or frame.f_code is Undo.__del__.__code__:
             return None
-        if event == "line" and (line := (frame.f_code.co_filename, frame.f_lineno)) not in LOCKS:
+        if event == "line" and (line := (frame.f_code.co_filename, frame.f_lineno)) not in LOCKS | FIRST_LINES:
             found.append(line)
             if len(found) == stop + 1:
                 raise KeyboardInterrupt
@@ -119,13 +159,52 @@ def observed(model: Any) -> AbstractContextManager[object]:
     return mh.observe(model, keep="statistics", probes="entropy")
 
 
+def ablated(model: Any) -> AbstractContextManager[object]:
+    return mh.ablate(model, "L0 H0")
+
+
+def watched(model: Any) -> AbstractContextManager[object]:
+    return mh.Watch(model, every=1, probes="entropy")
+
+
+def replaced(model: Any) -> AbstractContextManager[object]:
+    return replace(model, inplace=True)
+
+
+@contextmanager
+def everything_else(_: Any) -> Iterator[None]:
+    with (
+        mh.strict(),
+        library.using_instruction_set(library.chosen_instruction_set().name),
+        set_torch_threads(1),
+        silence_transformers(),
+        hub_access(online=False),
+        sequence_split.use_split(None),
+        tracing.hide_from_jit_trace(),
+    ):
+        yield
+
+
 def layer(_: str) -> nn.Module:
     return mh.MultiHeadAttention(8, 2)
 
 
+def encoder(_: str) -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False)
+
+
 @pytest.mark.parametrize(
     ("make", "name", "context"),
-    [(family, "llama", used), (family, "bert", packed), (family, "t5", observed), (layer, "", observed)],
+    [
+        (family, "llama", used),
+        (family, "bert", packed),
+        (family, "t5", observed),
+        (layer, "", observed),
+        (layer, "", ablated),
+        (layer, "", watched),
+        (layer, "", everything_else),
+        (encoder, "", replaced),
+    ],
 )
 def test_ctrl_c_at_any_line_leaves_the_model_as_before(make: Any, name: str, context: Any) -> None:
     model = make(name)
@@ -138,12 +217,54 @@ def test_ctrl_c_at_any_line_leaves_the_model_as_before(make: Any, name: str, con
     gc.freeze()  # what other tests left is in no collection below
     before = state(model)
     stops = chosen(lines_of(run))
-    assert len(stops) > 50
+    assert len(stops) > 10
     for stop in stops:
         reached = lines_of(run, stop)[-1]
         if state(model) != before:
             gc.collect()  # the frames that were left
         assert state(model) == before, f"interrupted at {reached}"
+
+
+def test_ctrl_c_during_deletion_of_a_handle_is_not_lost() -> None:
+    undo = Undo()
+    undone: list[str] = []
+
+    def interrupt_once() -> None:
+        undone.append("interrupted")
+        if len(undone) == 1:
+            raise KeyboardInterrupt
+
+    undo.add_step(lambda: undone.append("undone"))
+    undo.add_step(interrupt_once)
+    handles = [undo]
+    del undo
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it is raised soon after the deletion
+        handles.clear()
+        for _ in range(50_000_000):
+            pass
+    assert undone == ["interrupted", "interrupted", "undone"]
+
+
+HANDLES_AT_EXIT = """
+import torch, multihead as mh
+from transformers import BertConfig, BertModel
+from multihead.compat.torch_nn import replace
+
+sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=9)
+models = [BertModel(BertConfig(**sizes)) for _ in range(6)]
+kept = mh.use(models[0]), mh.use(models[1], packed=True), replace(torch.nn.TransformerEncoderLayer(8, 2))
+entered = [mh.use(models[2]), mh.observe(models[3]), mh.ablate(models[4], "L0 H0"), mh.Watch(models[5], every=1)]
+entered += [mh.observe(mh.MultiHeadAttention(8, 2)), mh.strict(), replace(torch.nn.TransformerEncoderLayer(8, 2))]
+for each in entered:
+    each.__enter__()
+for model in models:
+    model(torch.tensor([[1, 2, 3]]))
+"""
+
+
+def test_handles_that_a_script_keeps_print_nothing_when_python_exits() -> None:
+    done = subprocess.run([sys.executable, "-c", HANDLES_AT_EXIT], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
 class TestOverlap:

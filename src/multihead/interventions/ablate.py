@@ -178,19 +178,26 @@ class Intervention:
         run = _InterventionRun(self)
         settings = self.replacement, repr(self.positions), self.samples
         state = None if self.allow_mixed else _InterventionState(self.heads, settings, run.layers)
-        with ExitStack() as stack:
-            stack.enter_context(follow_calls(self.model, run.change, state=state))
-            stack.enter_context(guard_caches(self.model))
-            run.stack = stack.pop_all()
-        self._active_run = run
-        return self
+        try:
+            self._active_run = run
+            run.stack.enter_context(follow_calls(self.model, run.change, state=state))
+            run.stack.enter_context(guard_caches(self.model))
+            return self
+        except BaseException:
+            self._active_run = None
+            run.stack.close()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        run, self._active_run = self._active_run, None
-        if run is not None:
-            run.stack.close()
-            if kind is None:
-                run.check_applied()
+        try:
+            if self._active_run is not None:
+                self._active_run.stack.close()
+        finally:
+            run, self._active_run = self._active_run, None
+            if run is not None:
+                run.stack.close()  # an interrupt stopped the first try: leave the remaining contexts
+        if run is not None and kind is None:
+            run.check_applied()
 
 
 @dataclass(frozen=True, eq=False)

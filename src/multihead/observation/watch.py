@@ -119,12 +119,17 @@ class Watch:
     def __enter__(self) -> Watch:
         if self._stack is not None:
             raise ArgumentError("The watch is already in a step.", "End one step before the next one begins.")
-        with ExitStack() as stack:
+        try:
+            self._stack = ExitStack()
             if self.due:
                 context = observe(self.model, layers=self.layers, probes=self.probes, keep="summary")
-                self._record = stack.enter_context(context)
-            self._stack = stack.pop_all()
-        return self
+                self._record = self._stack.enter_context(context)
+            return self
+        except BaseException:
+            stack, self._stack, self._record = self._stack, None, None
+            if stack is not None:
+                stack.close()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -7,7 +7,7 @@ already undone.
 from __future__ import annotations
 
 import sys
-from _thread import interrupt_main
+from _thread import interrupt_main, start_new_thread
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -106,8 +106,8 @@ class Undo:
                     use.end(restore=False)  # the change is permanent
             elif self._undo_steps:
                 self.close()
-        except KeyboardInterrupt:  # Python ignores what `__del__` raises
-            interrupt_main()
+        except KeyboardInterrupt:  # Python ignores what `__del__` raises, so raise it once more after `__del__`
+            start_new_thread(interrupt_main, ())
 
 
 @dataclass(eq=False)
