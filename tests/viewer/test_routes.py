@@ -321,6 +321,43 @@ def test_an_invalid_request_returns_an_error_sentence(served: Served, path: str,
     assert (answer.status, answer.error) == (status, sentence)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "api/runs/{}/samples/0",
+        "api/runs/0/samples/{}",
+        "api/runs/0/samples/{}/levels",
+        f"{SAMPLE}/layers/{{}}/maps",
+        f"{SAMPLE}/heads/{{}}/0/row?query=0",
+        f"{SAMPLE}/heads/0/{{}}/row?query=0",
+        f"{HEAD}/row?query={{}}",
+        f"{HEAD}/tile?level={{}}&row=0&column=0",
+        f"{HEAD}/tile?level=0&row={{}}&column=0",
+        f"{HEAD}/tile?level=0&row=0&column={{}}",
+        f"{HEAD}/tile?level=0&row=0&column=0&sink={{}}",
+        f"{HEAD}/margins/{{}}",
+        f"{HEAD}/weights.{{}}",
+        f"{HEAD}/weights.csv?queries={{}}",
+        f"{HEAD}/weights.csv?keys={{}}",
+        f"{HEAD}/nearest?top={{}}",
+        f"{SAMPLE}/table.{{}}",
+        f"{SAMPLE}/changed/{{}}",
+        f"{SAMPLE}/changed/1?top={{}}",
+        f"{SAMPLE}/looking?key={{}}",
+        f"{SAMPLE}/share?a={{}}",
+        f"{SAMPLE}/share?a=0.{{}}",
+        f"{SAMPLE}/share?a=0.0&run={{}}",
+        f"{SAMPLE}/share?a=0.0&b={{}}x",
+        f"{SAMPLE}/share?a=0.0&most={{}}",
+    ],
+)
+def test_no_value_in_an_address_makes_the_server_fail(served: Served, path: str) -> None:
+    for value in ("", "-1", "x", "1.5", "NaN", "inf", "1e3", "0x1", "null", "9" * 12, "9" * 5000, "%00", "%D9%A3x"):
+        answer = served.get(path.format(value))
+        assert answer.status in (400, 404), (value, answer.status, answer.body[:200])
+        assert answer.error.endswith(".")
+
+
 def test_too_many_weights_are_refused() -> None:
     with serving(RecordedRun("a", watch(1100, heads=1))) as served:
         answer = served.get("api/runs/0/samples/0/heads/0/0/weights.csv")

@@ -53,6 +53,26 @@ def encoder(folder: Path) -> Iterator[tuple[Trial, Served]]:
         yield trial, served
 
 
+BAD_VALUES = [
+    "",
+    "-1",
+    "x",
+    "1.5",
+    "NaN",
+    "inf",
+    "1e3",
+    "0x1",
+    "null",
+    "9999",
+    "9" * 12,
+    "9" * 5000,
+    "\x00",
+    "٣x",
+    "1,2",
+]
+"""Values that no parameter of a request may have: of another type, out of range, empty, or huge."""
+
+
 def ask(served: Served, what: str, **params: Any) -> Answer:
     return served.get(f"api/{what}?{urlencode(params)}")
 
@@ -200,12 +220,12 @@ class TestALanguageModel:
     @pytest.mark.parametrize(
         ("what", "params", "status", "said"),
         [
-            ("text", {"text": "key"}, 500, "The text has 1 token, and the first token is not predicted. Give a longer"),
-            ("text", {"text": " "}, 500, "The text is empty. Give at least one word."),
+            ("text", {"text": "key"}, 400, "The text has 1 token, and the first token is not predicted. Give a longer"),
+            ("text", {"text": " "}, 400, "The text is empty. Give at least one word."),
             ("change", {"heads": "7.1"}, 404, "There is no layer L7. Give one from L0 to L2."),
             ("change", {"heads": "1.9"}, 404, "There is no head L1 H9. L1 has heads H0 to H3."),
             ("change", {"heads": "1.2:inf"}, 400, "heads has '1.2:inf'. Give layer.head or layer.head:factor, such as"),
-            ("change", {"heads": "1.2", "at": 99}, 404, "There is no token 99. Give one from 0 to 10."),
+            ("change", {"heads": "1.2", "at": 99}, 400, "There is no token 99. Give one from 0 to 10."),
             (
                 "change",
                 {"heads": ",".join(f"{layer}.{head}" for layer in range(3) for head in range(4))},
@@ -216,7 +236,9 @@ class TestALanguageModel:
             ("maps", {"layer": 1}, 400, "The head is missing. Give a whole number from 0 to"),
             ("maps", {"layer": 1, "head": 0, "sentence": 3}, 404, "There is no sentence 3. Give one from 0 to 0."),
             ("text", {"lang": "fr"}, 400, 'lang is "fr", and must be "en" or "zh".'),
-            ("sweep", {"text": "key"}, 500, "The text has 1 token"),
+            ("sweep", {"text": "key"}, 400, "The text has 1 token"),
+            ("sweep", {"at": 11}, 400, "There is no token 11. Give one from 0 to 10."),
+            ("sweep", {"at": 5000}, 400, "There is no token 5000. Give a number from 0 to 1023."),
             ("continuation", {"heads": "9.9"}, 404, "There is no layer L9."),
         ],
     )
@@ -226,6 +248,31 @@ class TestALanguageModel:
         answer = ask(language[1], what, **{"text": TEXT, **params})
         assert answer.status == status, answer.body
         assert answer.error.startswith(said)
+
+    @pytest.mark.parametrize("of", ["language", "encoder"])
+    def test_no_value_of_a_parameter_makes_the_server_fail(self, of: str, request: pytest.FixtureRequest) -> None:
+        trial, served = request.getfixturevalue(of)
+        known: dict[str, dict[str, Any]] = {
+            "model": {"lang": "en"},
+            "text": {"lang": "en"},
+            "change": {"heads": "1.2", "at": "2", "lang": "en"},
+            "maps": {"heads": "1.2", "layer": "1", "head": "2", "sentence": "0"},
+            "sweep": {"at": "2"},
+            "continuation": {"heads": "1.2"},
+        }
+        valid = [("continuation", "heads", "")]  # no head
+        valid += [(what, "heads", "") for what in ("change", "maps")]
+        for what, params in known.items():
+            for name in params:
+                for value in BAD_VALUES:
+                    if (what, name, value) not in valid:
+                        answer = ask(served, what, **{"text": trial.first_text, **params, name: value})
+                        assert answer.status in (400, 404), (what, name, value, answer.status)
+                        assert answer.error.endswith(".")
+            if what != "model":
+                for text in ("", " ", "\x00", "the " * 20_000, "\n\n"):
+                    answer = ask(served, what, **{**params, "text": text})
+                    assert answer.status == 400, (what, text, answer.body)
 
     def test_a_text_longer_than_the_page_shows_is_one_sentence(
         self, language: tuple[Trial, Served], monkeypatch: pytest.MonkeyPatch

@@ -215,14 +215,12 @@ class Trial:
         """Run the model on a text with the outputs of some heads multiplied by factors, and compare.
 
         Raises:
-            NotFoundError: there is no such head or token.
-            ArgumentError: the heads are all heads of the model, or a factor is not finite.
+            NotFoundError: there is no such head.
+            ArgumentError: there is no such token, the heads are all heads of the model, or a factor is not finite.
         """
         begun = perf_counter()
         self._check_heads(run, factors)
-        num_tokens = run.encoded_rows[0].ids.shape[1]
-        if token is not None and not 0 <= token < num_tokens:
-            raise NotFoundError(f"There is no token {token}.", f"Give one from 0 to {num_tokens - 1}.")
+        self.check_token(run, token)
         layers = run.record.layers
         if not factors:
             after, distances, first = run.predictions_before, [], None
@@ -255,7 +253,7 @@ class Trial:
         self, run: TextRun, factors: HeadFactors, layer: int, head: int, sentence: int, is_cancelled: IsCancelled
     ) -> Array:
         """Return a head's map before and after a change, (2, queries, keys) float32 of blocks, NaN = masked."""
-        self._check_heads(run, {(layer, head): 0.0})
+        self._check_heads(run, {(layer, head): 1.0})  # a map of the only head of a model exists too
         if not 0 <= sentence < len(run.encoded_rows):
             raise NotFoundError(f"There is no sentence {sentence}.", f"Give one from 0 to {len(run.encoded_rows) - 1}.")
         if run.newest_change[0] != factors:
@@ -266,6 +264,16 @@ class Trial:
         block = -(-max(samples[0].num_queries, samples[0].num_keys) // MAX_CELLS_PER_MAP_SIDE)
         found = [each.blocks(head, block=block, cancelled=is_cancelled).means()[0] for each in samples]
         return as_float32(torch.stack(found))
+
+    def check_token(self, run: TextRun, token: int | None) -> None:
+        """Reject a token that the text does not have; None stands for the last one.
+
+        Raises:
+            ArgumentError: there is no such token.
+        """
+        num_tokens = run.encoded_rows[0].ids.shape[1]
+        if token is not None and not 0 <= token < num_tokens:
+            raise ArgumentError(f"There is no token {token}.", f"Give one from 0 to {num_tokens - 1}.")
 
     def sweep(self, run: TextRun, token: int | None, is_cancelled: IsCancelled) -> Iterator[dict[str, Any]]:
         """Switch off each head once: yield one item per layer, and at the end the time in seconds."""

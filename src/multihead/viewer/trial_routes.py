@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
+from multihead.errors import ArgumentError, InputError
 from multihead.locale.texts import check_language
-from multihead.viewer.query_params import parse_number
+from multihead.viewer.query_params import NotFoundError, parse_number
 from multihead.viewer.responses import floats_response, page_response
 from multihead.viewer.security import json_response
 from multihead.viewer.site import WebSite, WriteLine
@@ -89,7 +90,12 @@ class TrialSite(WebSite):
     async def send_sweep(self, request: Request) -> Response:
         """Switch off every head once, and write a line for each layer as soon as it is done."""
         place = _requested_token(request)
-        run = await self._compute_on_text(request)
+
+        def read(run: TextRun, is_cancelled: IsCancelled) -> TextRun:
+            self.trial.check_token(run, place)  # raises errors before the streamed response begins
+            return run
+
+        run = await self._compute_on_text(request, read)
 
         def write_layers(is_cancelled: IsCancelled, write: WriteLine) -> None:
             for line in self.trial.sweep(run, place, is_cancelled):
@@ -119,17 +125,24 @@ class TrialSite(WebSite):
     ) -> Any:
         """Let the model read the requested text, and return the result of `compute` on it: by default what it read."""
         text = request.query_params.get("text", "")
-        return await self.compute_in_thread(
-            request,
-            self.model_thread,
-            lambda is_cancelled: compute(self.trial.read_text(text, is_cancelled), is_cancelled),
-        )
+
+        def read_and_compute(is_cancelled: IsCancelled) -> object:
+            try:
+                run = self.trial.read_text(text, is_cancelled)
+            except InputError as error:  # the text is a part of the request, so it is not the server that failed
+                raise ArgumentError(error.finding, error.mend) from error
+            return compute(run, is_cancelled)
+
+        return await self.compute_in_thread(request, self.model_thread, read_and_compute)
 
 
 def _requested_token(request: Request) -> int | None:
     """Return the index of the chosen token; None for the last one."""
     given = request.query_params.get("at")
-    return None if given is None else parse_number("token", given, below=MAX_TOKENS)
+    try:
+        return None if given is None else parse_number("token", given, below=MAX_TOKENS)
+    except NotFoundError as error:
+        raise ArgumentError(error.finding, error.mend) from error
 
 
 def _lines_response(lines: AsyncIterator[bytes]) -> Response:
