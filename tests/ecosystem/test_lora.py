@@ -94,6 +94,29 @@ def test_an_adapter_on_pytorchs_drop_in_trains_and_merges_as_on_the_original() -
     torch.testing.assert_close(found[1], found[0], atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:All adapters are already merged")  # with merge_adapter, the output is merged twice
+@pytest.mark.parametrize("way", ["adapter", "merge_and_unload", "safe merge", "merge_adapter"])
+def test_an_adapter_on_the_whole_drop_in_adds_each_change_once_where_its_output_is_scaled_by_half(way: str) -> None:
+    """As docs/drop-ins.md describes; a PEFT that no longer adds the change of out_proj twice fails here."""
+    encoder = nn.TransformerEncoderLayer(EMBED, HEADS, 32, 0.0, batch_first=True).eval()
+    by_hand = copy.deepcopy(encoder)
+    model = adapted(mh.compat.torch_nn.replace(encoder).model, "self_attn").eval()
+    (adapter,) = (each for each in model.modules() if isinstance(each, peft.tuners.lora.layer.MultiheadAttention))
+    output = adapter.base_layer.out_proj
+    with torch.no_grad():
+        by_hand.self_attn.in_proj_weight += adapter.get_delta_weight("default")
+        by_hand.self_attn.out_proj.weight += output.get_delta_weight("default")
+        output.scaling["default"] /= 2
+        merged: Any = {
+            "adapter": lambda: model,
+            "merge_and_unload": model.merge_and_unload,
+            "safe merge": lambda: model.merge_and_unload(safe_merge=True),
+            "merge_adapter": lambda: (model.merge_adapter(), model)[1],
+        }[way]()
+        (x,) = inputs("self-attention")
+        torch.testing.assert_close(merged(x), by_hand(x), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_adapters_on_drop_ins_act_in_an_encoder_without_gradients_too() -> None:
     """PyTorch's fused path would read the weights without the adapters: with the original it does."""
