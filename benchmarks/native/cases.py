@@ -205,7 +205,7 @@ def _whole() -> Iterator[Case]:
         make = partial(contenders.overhead, grad=grad)
         yield Case(f"overhead of a call, {name}", f"overhead, tiny call, {name}", "SDPA", make, most=most)
     make = partial(watching.smollm2, 2048)
-    name = "SmolLM2-135M, 2,048 tokens, watched"
+    name = "SmolLM2-135M-Instruct, 2,048 tokens, watched"
     yield Case("a whole model, watched", name, "unwatched, SDPA", make, most=0.95, timed="the model")
 
 

@@ -55,7 +55,7 @@ class Case:
 
 def _cases() -> Iterator[Case]:
     for tokens in (2048, 8192):
-        text = f"SmolLM2-135M, {tokens:,} tokens"
+        text = f"SmolLM2-135M-Instruct, {tokens:,} tokens"
         yield Case(f"{text}, default probes of 270 heads", 0.95, tokens)
         yield Case(f"{text}, the same, q and k kept", 0.95, tokens, keep="cpu")
         yield Case(f"{text}, default probes, without the native kernel", 2.2, tokens, native=False)
@@ -68,7 +68,7 @@ def _cases() -> Iterator[Case]:
         name = f"one padded layer of {NUM_HEADS} heads, {PADDED[0]} texts of up to {PADDED[1]} tokens, {kept}"
         yield Case(name, 1.05, PADDED[1], keep=keep, measures="padded")
     for tokens in (2048, 8192):
-        name = f"SmolLM2-135M, {tokens:,} tokens, q and k kept: extra memory by their bytes"
+        name = f"SmolLM2-135M-Instruct, {tokens:,} tokens, q and k kept: extra memory by their bytes"
         yield Case(name, 2.0, tokens, keep="cpu", measures="memory")
     for native in (True, False):
         for tokens in LENGTHS:

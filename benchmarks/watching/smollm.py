@@ -1,4 +1,4 @@
-"""SmolLM2-135M from its package, and an English text that is part of Python."""
+"""SmolLM2-135M-Instruct from its package, and an English text that is part of Python."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from benchmarks.watching import smollm
 
 JOURNAL = JOURNALS / "viewers.jsonl"
 HEAD = ("model", "tokens", "viewer", "seconds", "memory", "page or file")
-MINILM, SMOLLM2 = "MiniLM, 6 x 12 heads", "SmolLM2-135M, 30 x 9 heads"
+MINILM, SMOLLM2 = "MiniLM, 6 x 12 heads", "SmolLM2-135M-Instruct, 30 x 9 heads"
 JOBS = [(MINILM, 128), (MINILM, 512), (SMOLLM2, 128), (SMOLLM2, 512), (SMOLLM2, 2048), (SMOLLM2, 8192)]
 WARM = 16  # tokens of a first run, which loads libraries
 LIMIT_GIB, LIMIT_SECONDS = 12, 600

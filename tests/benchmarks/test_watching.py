@@ -125,7 +125,7 @@ class TestViewers:
     def test_the_row_of_a_viewer_that_stops_has_the_reason(self) -> None:
         row = viewers.Row("BertViz, head view", viewers.SMOLLM2, 2048, note="stops: no memory within 12 GiB")
         assert viewers.cells(row) == (
-            *("SmolLM2-135M, 30 x 9 heads", "2,048", "BertViz, head view", "stops: no memory within 12 GiB"),
+            *("SmolLM2-135M-Instruct, 30 x 9 heads", "2,048", "BertViz, head view", "stops: no memory within 12 GiB"),
             *("", ""),
         )
         measured = dataclasses.replace(row, seconds=2.0, memory=3_400_000_000, size=1_500_000, note="")
