@@ -41,6 +41,7 @@ ENTRIES = {
     "tutorials": Entry(drop_ins.tutorials, 2, 40),
     "hugging face": Entry(models.hugging_face, 3, 12, seconds=5.0, moves=True),
     "changed models": Entry(models.changed_models, 1.5, 6, seconds=5.0),
+    "masks that are read": Entry(models.mask_readers, 1.5, 6, seconds=5.0),
     "heads of models off": Entry(heads.heads_of_models_off, 1.5, 8, seconds=5.0, moves=True),
     "overlapping": Entry(models.overlapping, 1, 3, seconds=5.0),
     "ways": Entry(ways.ways, 8, 100),

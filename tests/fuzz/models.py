@@ -197,6 +197,92 @@ def changed_models(draw: Draw) -> None:
     _compare(f"output of a model with attention of its own ({kind})", found[rows], exact[0][rows], plain[0][rows])
 
 
+def _bias_or(hidden: Tensor, bias: Tensor) -> Tensor:
+    """The bias of visible cells, and the lowest number in hidden ones, as eager attention takes them."""
+    return torch.where(hidden, torch.finfo(bias.dtype).min, bias)
+
+
+def _with_cells(mask: Tensor, cells: Any, value: Any) -> Tensor:
+    mask = mask.clone()
+    mask[cells] = value
+    return mask
+
+
+def _drop(mask: Tensor, drop: Tensor, low: float) -> Tensor:
+    """Hide cells as models do that support both kinds of masks."""
+    return mask & ~drop if mask.dtype == torch.bool else mask.masked_fill(drop, low)
+
+
+# what a layer may do with its additive mask, given the mask, a bias and a Boolean mask of cells to hide, each
+# (queries, keys), and the lowest number
+_READS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
+    "lt": lambda mask, bias, drop, low: _bias_or(mask < -1, bias),
+    "ne": lambda mask, bias, drop, low: _bias_or(mask != 0, bias),
+    "eq": lambda mask, bias, drop, low: _bias_or(~(mask == 0), bias),
+    "ge tensor": lambda mask, bias, drop, low: _bias_or(~torch.ge(mask, torch.zeros(1)), bias),
+    "gt of other": lambda mask, bias, drop, low: _bias_or(torch.full_like(bias, -1) > mask, bias),
+    "lt in place": lambda mask, bias, drop, low: _bias_or(mask.clone().lt_(-1).bool(), bias),
+    "lt of one query": lambda mask, bias, drop, low: mask + _bias_or(mask[..., -1:, :] < -1, bias),
+    "signbit": lambda mask, bias, drop, low: _bias_or(torch.signbit(mask), bias),
+    "max": lambda mask, bias, drop, low: _bias_or(mask < mask.max(), bias),
+    "amin": lambda mask, bias, drop, low: _bias_or(mask <= mask.amin(-1, keepdim=True).clamp(max=-1), bias),
+    "item": lambda mask, bias, drop, low: bias if mask[0, 0, 0, -1].item() == 0 else mask,
+    "equal": lambda mask, bias, drop, low: bias if torch.equal(mask, torch.zeros(mask.shape)) else mask,
+    "add": lambda mask, bias, drop, low: mask + bias,
+    "half": lambda mask, bias, drop, low: mask * 0.5,
+    "masked_fill": lambda mask, bias, drop, low: mask.masked_fill(drop, low),
+    "setitem": lambda mask, bias, drop, low: _with_cells(mask, (..., 0), 0.0),
+    "setitem low": lambda mask, bias, drop, low: _with_cells(mask, (..., drop), low),
+    "pad": lambda mask, bias, drop, low: torch.nn.functional.pad(mask, (0, 1))[..., 1:],
+    "zeros_like": lambda mask, bias, drop, low: torch.zeros_like(mask).masked_fill(drop, low),
+    "full_like": lambda mask, bias, drop, low: torch.full_like(mask, low).masked_fill(~drop, 0.0),
+    "both kinds": lambda mask, bias, drop, low: _drop(mask, drop, low),
+    "cut": lambda mask, bias, drop, low: mask[:, :, -drop.shape[0] :, : drop.shape[1]].clone(),
+}
+
+
+def mask_readers(draw: Draw) -> None:
+    """A Llama whose layer compares its mask, adds to it or selects by it: refused, or as with eager attention."""
+    from transformers.models.llama import modeling_llama as llama
+
+    read, where = draw.pick("read", *_READS), draw.pick("where", "class", "instance", "hook")
+    way = draw.pick("way", "use", "observe", "set_attn_implementation")
+    draw.notes |= {"read": read, "where": where, "way": way}
+    model = sharp_model(draw, "llama")
+    batch = _batch(draw, "llama", draw.pick("padding", "none", "right", "left"))
+    length = batch["input_ids"].shape[1]
+    bias = draw.normal("bias", length, length)
+    drop = torch.ones(length, length).triu(1).bool() | (draw.normal("drop", length, length) > 1)
+    drop &= ~torch.eye(length, dtype=torch.bool)  # no query loses all keys
+
+    def changed(mask: Tensor, states: Tensor) -> Tensor:
+        return _READS[read](mask, bias.to(states.dtype), drop, torch.finfo(states.dtype).min)
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
+        options["attention_mask"] = changed(attention_mask, hidden_states)
+        return llama.LlamaAttention.forward(self, hidden_states, *args, **options)
+
+    def change_arguments(_: Any, args: Any, options: dict[str, Any]) -> Any:
+        states = args[0] if args else options["hidden_states"]
+        return args, options | {"attention_mask": changed(options["attention_mask"], states)}
+
+    attention = model.model.layers[1].self_attn
+    if where == "class":
+        attention.__class__ = type("OutsideAttention", (llama.LlamaAttention,), {"forward": forward})
+    elif where == "instance":
+        attention.forward = MethodType(forward, attention)
+    else:
+        attention.register_forward_pre_hook(change_arguments, with_kwargs=True)
+    plain = _eager(model, batch)
+    exact = _exact(model, batch, plain)
+    try:
+        found, _ = _ours(draw, model, batch, way)
+    except ModelError:
+        return  # refused
+    rows: Any = batch["attention_mask"].bool() if "attention_mask" in batch else slice(None)
+    _compare(f"output of a model whose layer reads its mask ({read})", found[rows], exact[0][rows], plain[0][rows])
+
+
 def overlapping(draw: Draw) -> None:
     """Two `observe` or `use` of one model that overlap: both record everything, and the model is restored (S6)."""
     model = sharp_model(draw, "llama")

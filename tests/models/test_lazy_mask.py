@@ -74,6 +74,10 @@ QUERY, KEY = torch.arange(32.0).view(2, 1, 4, 4).sin(), torch.arange(40.0).view(
         lambda mask: mask.split(3, -1)[0],
         lambda mask: (~mask).detach(),
         lambda mask: mask.expand(2, 3, 4, 5)[:, 1:].transpose(0, 1),
+        lambda mask: mask.masked_fill(PLAIN, value=True),
+        lambda mask: nn.functional.pad(mask, (1, 0), value=True),
+        lambda mask: torch.minimum(mask, PLAIN),
+        torch.tril,
     ],
 )
 def test_what_is_made_of_it_by_shape_and_logic_is_a_mask_too(operation: Any) -> None:
@@ -93,7 +97,7 @@ def test_what_is_made_of_it_by_shape_and_logic_is_a_mask_too(operation: Any) -> 
         lambda mask: torch.arange(40.0).view(2, 1, 4, 5)[mask],
         lambda mask: nn.functional.scaled_dot_product_attention(QUERY, KEY, KEY, attn_mask=mask),
         lambda mask: mask.all(),
-        torch.zeros_like,
+        lambda mask: torch.zeros_like(mask, dtype=torch.float32),
         lambda mask: torch.ones_like(mask, dtype=torch.bool),
         lambda mask: mask == True,  # noqa: E712
         lambda mask: mask != PLAIN,
@@ -131,7 +135,7 @@ def test_it_may_choose_between_numbers(operation: Any) -> None:
         ("eq", lambda mask: mask == torch.zeros(2, 1, 4, 5, dtype=torch.int64)),
         ("eq_", lambda mask: mask.clone().eq_(0)),
         ("ne", lambda mask: mask != mask),
-        ("ones_like", torch.isfinite),
+        ("isfinite", torch.isfinite),
         ("isinf", torch.isinf),
         ("isnan", torch.isnan),
         ("isneginf", torch.isneginf),
@@ -142,10 +146,23 @@ def test_it_may_choose_between_numbers(operation: Any) -> None:
         ("amin", lambda mask: mask.amin()),
         ("max", lambda mask: mask.max(-1).values),
         ("min", lambda mask: mask.min()),
-        ("_local_scalar_dense", lambda mask: mask[0, 0, 0, 0].item()),
+        ("item", lambda mask: mask[0, 0, 0, 0].item()),
+        ("ge", lambda mask: torch.ge(mask, torch.tensor(-1.0), out=torch.empty(2, 1, 4, 5, dtype=torch.bool))),
+        ("equal", lambda mask: torch.equal(mask, torch.zeros(2, 1, 4, 5))),
+        ("abs", torch.abs),
+        ("nan_to_num", torch.nan_to_num),
+        ("logical_or", lambda mask: mask.logical_or(torch.zeros(4, 5))),
+        ("masked_fill", lambda mask: mask.masked_fill(PLAIN, -1e9)),
+        ("fill_", lambda mask: mask.clone().fill_(-torch.inf)),
+        ("copy_", lambda mask: mask.copy_(torch.zeros(4, 5))),
+        ("setitem", lambda mask: mask.__setitem__((..., 0), 0.0)),
+        ("constant_pad_nd", lambda mask: nn.functional.pad(mask, (1, 0))),
+        ("full_like", lambda mask: torch.full_like(mask, -1e9)),
+        ("zeros_like", torch.zeros_like),
+        ("new_zeros", lambda mask: mask.new_zeros(4, 5)),
     ],
 )
-def test_numbers_are_never_made_of_it(name: str, operation: Any) -> None:
+def test_it_is_never_read_or_changed_as_numbers(name: str, operation: Any) -> None:
     with pytest.raises(ModelError) as caught:
         operation(carried())
     assert str(caught.value) == (
@@ -153,6 +170,22 @@ def test_numbers_are_never_made_of_it(name: str, operation: Any) -> None:
         "visible, not a number added to the scores. Use mask.where(0.0, -inf), scores.masked_fill(~mask, -inf), or "
         "attn_implementation='eager'."
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mask: mask.__setitem__((..., 0), PLAIN[..., 0]),
+        lambda mask: mask.logical_and_(~PLAIN),
+        lambda mask: mask.masked_fill_(PLAIN, value=True),
+    ],
+)
+def test_a_change_in_place_reaches_every_layer_that_reads_it(change: Any) -> None:
+    mask, expected = carried(), carried().as_bool_tensor().clone()
+    change(mask)
+    change(expected)
+    assert isinstance(mask, LazyMask)
+    assert torch.equal(mask.as_bool_tensor(), expected)
 
 
 def test_among_scores_a_mask_that_hides_nothing_is_0() -> None:
@@ -175,6 +208,7 @@ def test_among_scores_a_mask_that_hides_nothing_is_0() -> None:
 )
 def test_a_copy_for_later_is_a_plain_boolean_tensor(copied: Any) -> None:
     for mask in (carried(), ~carried()):
+        assert isinstance(mask, BooleanMask)
         found = copied(mask)
         assert type(found) is torch.Tensor
         assert torch.equal(found, mask.as_bool_tensor())

@@ -24,22 +24,28 @@ from multihead.models.mask_functions import MaskExtent
 _KEYS_AXIS = 3
 # names of tensor operations besides views whose result on masks is a mask
 _MASK_OPS = re.compile(
-    r"index(_select)?|gather|_unsafe_view|clone|repeat|cat|stack|constant_pad_nd|flip|roll|_to_copy"
-    r"|(bitwise|logical)_(not|and|or)|maximum|minimum"
+    r"index(_select)?|gather|_unsafe_view|clone|repeat|cat|stack|constant_pad_nd|flip|roll|_to_copy|tri[lu]"
+    r"|(masked|index)_fill|scatter|maximum|minimum|(bitwise|logical)_(not|and|or|xor)"
 )
 # names of tensor operations that select numbers by a mask, or read only its shape
 _SELECTION_OPS = re.compile(
     r"where|masked_(fill_?|select)|index|_?index_put(_|_impl_)?|nonzero|\w*scaled_dot_product\w*"
     r"|((zeros|ones|empty|full)_like|new_(zeros|ones|empty|full))"
 )
-# Sums are rejected between two masks too: a sum of Boolean masks would show the keys that either mask shows.
-_SUM_OPS = frozenset(["add", "add_", "sub", "sub_", "rsub"])
-# names of tensor operations that compare two values
-_COMPARISON_OPS = re.compile("(eq|ne|lt|le|gt|ge)_?")
-# names of tensor operations whose Boolean result on numbers means something else than on a Boolean mask
-_NUMBER_OPS = re.compile(
-    r"isinf|isnan|isneginf|isposinf|sign(bit)?|sgn|a?(max|min)|aminmax|allclose|_local_scalar_dense"
+# names of the other tensor operations whose Boolean result is right for a Boolean mask
+_BOOLEAN_OPS = re.compile(r"any|all|equal|mul|(eq|ne|l[te]|g[te]|(bitwise|logical)_(not|and|or|xor)|fill|copy|mul)_?")
+_COMPARISONS = frozenset(["eq", "ne", "lt", "le", "gt", "ge"])
+# Name of an operation -> the arguments that are compared with a mask or written into one. A number among them is meant
+# for a mask that is added to scores: 0 = visible.
+_VALUES_OF_OPS = (
+    dict.fromkeys([*_COMPARISONS, "equal", "mul", "maximum", "minimum"], slice(0, 2))
+    | dict.fromkeys([f"{kind}_{name}" for kind in ("bitwise", "logical") for name in ("and", "or", "xor")], slice(0, 2))
+    | {"fill": slice(1, 2), "copy": slice(1, 2), "masked_fill": slice(2, 3), "index_fill": slice(3, 4)}
+    | {"scatter": slice(3, 4), "constant_pad_nd": slice(2, 3), "full_like": slice(1, 2), "new_full": slice(2, 3)}
 )
+
+# names of operations that arrive under another one
+_PUBLIC_NAMES = {"_local_scalar_dense": "item", "ones_like": "isfinite"}
 
 
 class MaskReads(threading.local):
@@ -55,9 +61,9 @@ class BooleanMask(Tensor):
     """A tensor subclass for a Boolean mask, True = visible, that raises if a model computes numbers from it.
 
     The masks of transformers' eager attention are added to the scores. Masks of this library are Boolean, and would
-    hide nothing if a model added them to scores. A comparison with a number, such as `mask < -1`, would be answered,
-    but with another meaning, so it is rejected too. A copy for later, such as `copy.deepcopy` and `torch.export` make,
-    is a plain Boolean tensor.
+    hide nothing if a model added them to scores. A comparison with a number, such as `mask < -1`, or a number written
+    into the mask would mean something else without an error, so both are rejected too. A copy for later, such as
+    `copy.deepcopy` and `torch.export` make, is a plain Boolean tensor.
     """
 
     _dense: Tensor
@@ -76,6 +82,12 @@ class BooleanMask(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"BooleanMask({tuple(self.shape)})"
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Set cells to a Boolean; torch would convert a number, such as -inf, to True without an error."""
+        if _is_number(value):
+            raise _numbers_error("setitem")
+        super().__setitem__(index, value)
+
     def as_bool_tensor(self) -> Tensor:
         """Return the mask as a plain tensor."""
         return self._dense
@@ -93,35 +105,56 @@ class BooleanMask(Tensor):
         """Run a tensor operation on the dense mask.
 
         Raises:
-            ModelError: the operation computes numbers from the mask.
+            ModelError: the operation computes numbers from the mask, or reads or changes it as if it held numbers.
         """
         mask_reads.count += 1
         name = getattr(function, "__name__", "").split(".")[0]
-        is_rejected = name in _SUM_OPS or _reads_numbers(name, args, kwargs or {})
-        args, kwargs = pytree.tree_map_only(BooleanMask, lambda mask: mask.as_bool_tensor(), (args, kwargs or {}))
-        found: Any = None if is_rejected else function(*args, **kwargs)
-        if not is_rejected and _SELECTION_OPS.fullmatch(name):
-            return found if name != "index" or found.dtype != torch.bool else BooleanMask.wrap(found)
-        results = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
-        if is_rejected or any(each.dtype != torch.bool for each in results):
-            raise ModelError(
-                f"The model computes {name} of its attention mask, which is Boolean with this library's attention: "
-                "True = visible, not a number added to the scores.",
-                "Use mask.where(0.0, -inf), scores.masked_fill(~mask, -inf), or attn_implementation='eager'.",
-            )
+        kwargs = kwargs or {}
         is_mask = function.is_view or _MASK_OPS.fullmatch(name)
+        selects = _SELECTION_OPS.fullmatch(name)
+        if not (is_mask or selects or _BOOLEAN_OPS.fullmatch(name)) or _takes_numbers(name, args, kwargs):
+            raise _numbers_error(name)
+        args, kwargs = pytree.tree_map_only(BooleanMask, lambda mask: mask.as_bool_tensor(), (args, kwargs))
+        found: Any = function(*args, **kwargs)
+        if selects:
+            return BooleanMask.wrap(found) if is_mask and found.dtype == torch.bool else found
+        results = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
+        if any(each.dtype != torch.bool for each in results):
+            raise _numbers_error(name)
         return pytree.tree_map_only(Tensor, BooleanMask.wrap, found) if is_mask else found
 
 
-def _reads_numbers(name: str, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> bool:
-    """Whether an operation has a Boolean result that is right only for a mask of numbers, such as `mask < -1`."""
-    if name in ("ones_like", "zeros_like"):  # isfinite and isreal of a Boolean tensor, whose values torch does not read
-        return kwargs.get("dtype") == torch.bool and "pin_memory" not in kwargs
-    if _COMPARISON_OPS.fullmatch(name):
-        left, right = args[:2]
-        is_bool = isinstance(right, bool) or (isinstance(right, Tensor) and right.dtype == left.dtype == torch.bool)
-        return left is right or not is_bool  # a mask that is compared with itself: isnan
-    return bool(_NUMBER_OPS.fullmatch(name))
+def _is_number(value: object) -> bool:
+    """Whether a value is a number or a tensor of numbers, and not Boolean."""
+    return value.dtype != torch.bool if isinstance(value, Tensor) else not isinstance(value, bool)
+
+
+def _takes_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation reads a mask as numbers or writes numbers into it, so that its Boolean result is wrong."""
+    plain = name.removesuffix("_")
+    if plain == "constant_pad_nd":
+        return args[2:3] != (1.0,)  # False arrives as 0.0, which would show a key if the mask were added to scores
+    if plain in ("zeros_like", "new_zeros"):
+        return kwargs.get("dtype") is None
+    if plain == "ones_like":
+        return "pin_memory" not in kwargs  # isfinite and isreal of a Boolean tensor, which are always true
+    if plain in ("masked_fill", "index_fill", "scatter") and not isinstance(args[0], BooleanMask):
+        return False  # the mask selects the cells of scores
+    if plain in ("full_like", "new_full") and kwargs.get("dtype") not in (None, torch.bool):
+        return False
+    if plain in _COMPARISONS and args[0] is args[1]:
+        return True  # as in isnan
+    return plain in _VALUES_OF_OPS and any(map(_is_number, args[_VALUES_OF_OPS[plain]]))
+
+
+def _numbers_error(operation: str) -> ModelError:
+    """Return the error for an operation that treats a mask as numbers that are added to scores."""
+    name = _PUBLIC_NAMES.get(operation, operation)
+    return ModelError(
+        f"The model computes {name} of its attention mask, which is Boolean with this library's attention: True = "
+        "visible, not a number added to the scores.",
+        "Use mask.where(0.0, -inf), scores.masked_fill(~mask, -inf), or attn_implementation='eager'.",
+    )
 
 
 class LazyMask(BooleanMask):
@@ -159,6 +192,12 @@ class LazyMask(BooleanMask):
         """Return the mask as a plain tensor: bool (batch, 1, queries, keys), True = visible."""
         return self.mask.tile(self.extent.positions_of_rows(slice(None))).expand(self.shape)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Set cells to a Boolean, for all layers that read this mask."""
+        changed = self.clone()
+        changed[index] = value
+        self.mask, self.packing = Keep(changed.as_bool_tensor()), None  # type: ignore[attr-defined]
+
     def select_first_keys(self, keys: int) -> LazyMask:
         """Return the mask sliced to its first `keys` keys."""
         whole = keys == self.extent.keys
@@ -176,6 +215,11 @@ class LazyMask(BooleanMask):
         name = getattr(function, "__name__", "")
         source = args[0] if args else None
         if isinstance(source, LazyMask):
+            if name.split(".")[0].endswith("_"):  # an operation in place changes the mask for all layers that read it
+                changed = BooleanMask.wrap(source.as_bool_tensor().clone())
+                function(changed, *args[1:], **(kwargs or {}))
+                source.mask, source.packing = Keep(changed.as_bool_tensor()), None
+                return source
             if name in ("detach.default", "alias.default"):
                 return source.select_first_keys(source.extent.keys)
             if name == "slice.Tensor":
