@@ -44,6 +44,7 @@ ENTRIES = {
     "masks that are read": Entry(models.mask_readers, 1.5, 6, seconds=5.0),
     "heads of models off": Entry(heads.heads_of_models_off, 1.5, 8, seconds=5.0, moves=True),
     "overlapping": Entry(models.overlapping, 1, 3, seconds=5.0),
+    "interleaved": Entry(models.interleaved, 1.5, 8, seconds=5.0),
     "ways": Entry(ways.ways, 8, 100),
     "compiled": Entry(graphs.compiled, 2, 2, seconds=10.0),
     "exported": Entry(graphs.exported, 1.5, 1, seconds=10.0),

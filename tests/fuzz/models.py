@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from threading import Thread
 from types import MethodType
 from typing import Any
 
@@ -12,6 +16,7 @@ from torch import Tensor
 
 import multihead as mh
 from multihead.errors import ModelError
+from multihead.tensors.undo import Undo
 from tests import oracle
 from tests.fuzz.draw import Draw, Mismatch, check_error
 from tests.fuzz.on_device import on_device, there
@@ -306,3 +311,66 @@ def overlapping(draw: Draw) -> None:
         raise Mismatch(f"the model is not restored: {model.config._attn_implementation} instead of {before}")
     if isinstance(seen, mh.Record) and seen.layers[0].num_samples != 2 * (1 + calls):
         raise Mismatch(f"a record has {seen.layers[0].num_samples} texts instead of {2 * (1 + calls)}")
+
+
+def interleaved(draw: Draw) -> None:
+    """A pass in whose middle another thread enters and leaves contexts computes what it computes without them."""
+    from tests.families import FAMILIES, PADDED
+
+    name = draw.pick("family", *FAMILIES)
+    model = sharp_model(draw, name)
+    batch = _batch(draw, name, draw.pick("padding", "none", "right", "left") if name in PADDED else "none")
+    plain = _eager(model, batch)
+    exact = _exact(model, batch, plain)
+    mh.use()
+    with suppress(ValueError):  # not every family has sdpa
+        model.set_attn_implementation(draw.pick("implementation", "sdpa", "eager", "multihead"))
+    configuration, before = model.config, model.config._attn_implementation
+    steps: dict[int, list[Callable[[], Any]]] = {}
+    last = sum(1 for _ in model.modules()) + 1
+    for number in range(draw.pick("contexts", 1, 2, 3)):
+        kind: Any = draw.pick(f"context {number}", mh.observe, partial(mh.ablate, heads="L0 H0"), _LateUse)
+        context = kind(model)
+        enter, leave = sorted(draw.stream(f"order {number}").sample(range(last + 1), 2))
+        steps.setdefault(enter, []).append(context.__enter__)
+        steps.setdefault(leave, []).append(partial(context.__exit__, None, None, None))
+    draw.notes |= {"family": name, "implementation": before, "steps": sorted(steps)}
+    calls = count(1)
+    with torch.no_grad(), Undo() as undo:
+        _in_another_thread(steps.pop(0, []))
+        for module in model.modules():
+            undo.hook_before_forward(module, lambda *_: _in_another_thread(steps.pop(next(calls), [])))
+        found = model(**batch)[0]
+    for step in sorted(steps):
+        _in_another_thread(steps[step])
+    kept = batch.get("decoder_attention_mask", batch.get("attention_mask"))
+    rows = slice(None) if kept is None else kept.bool()
+    _compare("output", found[rows], exact[0][rows], plain[0][rows])
+    if model.config is not configuration or model.config._attn_implementation != before:
+        raise Mismatch(f"the model is not restored: {model.config._attn_implementation} instead of {before}")
+
+
+class _LateUse:
+    """`mh.use` that begins when its block begins."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.used = mh.use(self.model)
+
+    def __exit__(self, *_: object) -> None:
+        self.used.undo()
+
+
+def _in_another_thread(steps: list[Callable[[], object]]) -> None:
+    """Run steps one after the other in another thread; a context in which nothing ran in its thread may say so."""
+
+    def run() -> None:
+        for step in steps:
+            with suppress(ModelError):
+                step()
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
