@@ -320,16 +320,26 @@ def test_a_click_on_a_word_lists_the_heads_that_look_at_it_and_colours_the_words
     shown.at("#words .tk").nth(key).click()
     shown.page.wait_for_selector("#looking li")
     order = weights.mean(-1).argsort(descending=True).tolist()[:8]
-    names = [name.replace(" ", "") for name in shown.texts("#looking a")]
+    names = [name.replace(" ", "") for name in shown.texts("#looking li > a")]
     assert names == [f"L{n // HEADS}H{n % HEADS}" for n in order]
     shares = [percent(text) for text in shown.texts("#looking .num")]
     assert shares == pytest.approx([float(weights[head].mean()) for head in order], rel=0.1)
     means = weights.mean(0)
+    assert [percent(end) for end in shown.texts("#looking .ticks span")[1:]] == [0.001, 0.01, 0.1, 1]
+    cell = shown.at("#looking li a[title]").first
+    query, tokens = int(weights[order[0]].argmax()) + key, causal().texts[0].tokens or []
+    assert cell.get_attribute("title") == f"query {query} → key {key}"
+    assert cell.inner_text().startswith(f"“{tokens[query]}”")
     painted = shown.page.eval_on_selector_all("#words .tk", "all => all.map(each => each.style.background)")
     for query in (key, key + 1, key + 50):
         colour = tuple(int(part) for part in painted[query][4:-1].split(",")) if painted[query] else ink(0)
-        assert colour == pytest.approx(ink(float(means[query - key] / means.max())), abs=8), query
+        assert colour == pytest.approx(ink(1 + math.log10(float(means[query - key])) / 5), abs=8), query
     assert painted[key - 1] == ""  # a token before it may not see it
+    cell.click()
+    shown.settle()
+    assert shown.place["q"] == str(query)
+    shown.press("Escape")
+    shown.at("#words .tk").nth(key).click()
     shown.at("#looking .btn").click()
     assert shown.at("#looking").is_hidden()
 

@@ -230,8 +230,33 @@ def test_a_word_of_the_text_lists_the_heads_that_look_at_it(written: Written, mo
     shown.page.wait_for_selector("#looking li")
     weights = torch.stack([causal().layers[layer].weights(head)[key:, key] for layer in range(4) for head in range(3)])
     order = weights.mean(-1).argsort(descending=True).tolist()[:8]
-    names = [name.replace(" ", "") for name in shown.texts("#looking a")]
+    names = [name.replace(" ", "") for name in shown.texts("#looking li > a")]
     if mode == "whole":
         assert names == [f"L{n // 3}H{n % 3}" for n in order]
     assert len(set(names)) == 8
     assert ("count as 0" in shown.text("#looking .note")) == (mode == "largest")
+
+
+@pytest.mark.parametrize(
+    ("first", "direction"),
+    [(["[CLS]", "القطة", " جلست"], "rtl"), (["[CLS]", "החתול", " ישב"], "rtl"), (["[CLS]", "猫", "坐"], "ltr")],
+)
+def test_a_text_is_ordered_in_the_direction_of_its_first_letter(
+    written: Written, first: list[str], direction: str
+) -> None:
+    tokens = [*first, *[" The", " cat", " sat", " 20", "24"], *first[1:], "."]
+    shown = written(a_record(), tokens=[*tokens, "⤷"][:12], special=[place == 0 for place in range(12)])
+    assert shown.at("#words").get_attribute("dir") == direction
+    left = shown.page.eval_on_selector_all("#words .tk", "all => all.map(each => each.getBoundingClientRect().left)")
+    assert (left[1] > left[2]) == (direction == "rtl")
+    assert left[3:8] == sorted(
+        left[3:8]
+    )  # the words of the other direction, and the pieces of a number, in their order
+    assert (left[8] < left[3]) == (direction == "rtl")
+    shown.at("#words .tk").nth(1).click()
+    shown.page.wait_for_selector("#looking li")
+    quoted = f"\u2068{first[1]}\u2069" if direction == "rtl" else first[1]
+    assert shown.text("#looking h3") == f"Who looks at “{quoted}”"
+    shown.at("#looking li > a").first.click()
+    shown.page.wait_for_selector("#kwic button")
+    assert shown.at("#kwic").get_attribute("dir") == shown.at("#text").get_attribute("dir") == direction

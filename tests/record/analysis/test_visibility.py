@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead import MultiHeadAttention, observe
-from multihead.masks import Causal, Full, Mask
+from multihead.masks import Causal, Full, Mask, Window
 from multihead.record.analysis.visibility import LOCAL_REACH, near_mass, query_blocks, visibility_of
 from multihead.record.sample import SampleRecord
 from tests.dense_record import random_weights, record_of
@@ -44,6 +44,17 @@ def band(queries: int, keys: int, before: int, after: int, start: int = 0) -> Te
 def test_the_pattern_of_a_mask_is_named(seen: Tensor, start: int, expected: tuple[str, int, int]) -> None:
     visibility = visibility_of(sample_of(seen, query_start=start))
     assert (visibility.pattern, visibility.before, visibility.after) == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "pattern"),
+    [(Full(), "full"), (Causal(), "causal"), (Window(3), "causal"), (Window(3, after=1), "full")],
+)
+def test_a_text_of_one_token_has_the_pattern_of_its_mask(mask: Mask, pattern: str) -> None:
+    layer = MultiHeadAttention(8, 2)
+    with torch.no_grad(), observe(layer) as seen:
+        layer(torch.zeros(1, 1, 8), mask=mask)
+    assert visibility_of(seen.layers[0].sample()).pattern == pattern
 
 
 def test_the_largest_entropy_of_a_causal_head_is_the_mean_of_ln_of_the_keys_seen() -> None:

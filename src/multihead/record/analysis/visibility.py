@@ -61,6 +61,8 @@ def visibility_of(sample: SampleRecord) -> Visibility:
             "other", 0, 0, hides_keys=True, blind_queries=blind, mean_keys=unknown, largest_entropy=unknown
         )
     pattern, before, after = _name_of_pattern(count, start, stop, sample.query_start, sample.num_keys)
+    if pattern == "full" and all(segment.request.mask.sees_no_later_key for segment in sample.segments):
+        pattern = "causal"  # the only queries are at the last key: one token, or a step of cached decoding
     count = count.expand(sample.num_heads, -1).double()
     sees = count > 0
     seeing = sees.sum(-1).double()
@@ -145,7 +147,6 @@ def _name_of_pattern(count: Tensor, start: Tensor, stop: Tensor, query_start: in
     position = (torch.arange(count.shape[-1]) + query_start).expand_as(count)[seen]
     start, stop = start[seen], stop[seen]
     if bool(((start == 0) & (stop == keys)).all()):
-        # For one query at the end of its keys (a decoding step), full and causal masks are equal.
         return "full", 0, 0
     after, before = int((stop - 1 - position).max()), int((position - start).max())
     ends_as_window = after >= 0 and before >= 0 and bool((stop == (position + after + 1).clamp(max=keys)).all())

@@ -4,7 +4,7 @@ import { $, el, NBSP, translate } from '../shared/dom.js';
 import { kindTags } from '../shared/kinds.js';
 import { known } from '../shared/numbers.js';
 import { withUnit } from '../shared/statistics.js';
-import { FURTHER, PART, setText } from '../shared/tokens.js';
+import { FURTHER, PART, quoted, setText } from '../shared/tokens.js';
 import { columnOf, D, kindsOf, LIST, summarised, TWO } from './record.js';
 
 const writer = id => columnOf(id).format === 'share' ? value => +(value * 100).toFixed(1) + NBSP + '%' : value => String(+value.toPrecision(3));
@@ -46,7 +46,7 @@ async function copy(command, box) {
 function example([value, place, position, key, keyToken, start, tokens, values], id, run, i, rank) {
   const parts = tokens.map(token => D.words[token]), one = summarised(id, run), end = one.percentage ? 1 : Math.max(D.axes[id][i][1], 1e-9);
   const text = { shown: parts.map(part => part === FURTHER ? '' : part.trimStart()), gaps: parts.map(part => part.startsWith(' ') ? ' ' : ''), flags: parts.map(part => part === FURTHER ? PART : 0), labels: parts };
-  const box = el('p', { className: 'reading', dir: 'auto' }), shown = el('div'), spans = setText(box, text, 0, parts.length);
+  const box = el('p', { className: 'reading' }), shown = el('div'), spans = setText(box, text, 0, parts.length);
   const write = writer(id);
   spans.forEach((span, p) => {
     if (!known(values[p])) return;
@@ -55,7 +55,7 @@ function example([value, place, position, key, keyToken, start, tokens, values],
   });
   spans[position - start]?.classList.add('on');
   spans[key - start]?.classList.add('key');
-  const far = key >= 0 && !spans[key - start] ? [el('span', { textContent: translate('example key', { token: D.words[keyToken], position: key }) })] : [];
+  const far = key >= 0 && !spans[key - start] ? [el('span', { textContent: translate('example key', { token: quoted(D.words[keyToken].trim()), position: key }) })] : [];
   const [before, between, after] = D.runs[run].command, file = `example-${TWO ? 'AB'[run] + '-' : ''}${place.replace(':', '-')}.safetensors`;
   const command = `${before}${place}${between}${file}${after}${file}`;
   return el('li', {}, box, el('div', { className: 'what' }, el('b', { textContent: write(value) }), el('span', { textContent: translate('example place', { place, position }) }), ...far,

@@ -1,5 +1,5 @@
 // Lay out tokens as running text, one span per token, so that weights can colour it. tokens.py has escaped the tokens.
-import { el } from './dom.js';
+import { el, translate } from './dom.js';
 
 const MAX_CHARACTERS = 60;  // shown of one token
 // Flags of a token, as in tokens.py.
@@ -8,18 +8,35 @@ export const UNKNOWN = 2;
 export const PART = 4;
 export const FURTHER = '⤷';  // the name of a token that is a further part of a character
 
+// The direction of words is that of their first letter.
+const LETTER = /\p{L}/u, RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
+export const directionOfWords = words => RIGHT_TO_LEFT.test(LETTER.exec(words)?.[0] ?? '') ? 'rtl' : 'ltr';
+const NAMED_CHARACTERS = /U\+[0-9A-F]{4}|<0x[0-9A-F]{2}>/g;  // written by tokens.py, in Latin letters
+// The direction of a whole text, without its special tokens; a part of it has the same.
+export function directionOf(text) {
+  text.direction ??= directionOfWords(text.shown.find((token, p) => !(text.flags[p] & SPECIAL) && LETTER.test(token.replace(NAMED_CHARACTERS, '')))?.replace(NAMED_CHARACTERS, '') ?? '');
+  return text.direction;
+}
+
+// A token for a title or a sentence: one that runs from right to left does not reorder the words around it.
+export const isolated = token => RIGHT_TO_LEFT.test(token) ? `\u2068${token}\u2069` : token;
+export const quoted = token => translate('quoted', { token: isolated(token) });
+
 // A token joins the one before it if the text between them is empty and neither is special, as pieces of a word do.
 const joins = (text, p) => p > 0 && p < text.shown.length && !text.gaps[p] && !((text.flags[p] | text.flags[p - 1]) & SPECIAL) && !/^\s|\s$/.test(text.shown[p - 1].slice(-1) + text.shown[p].slice(0, 1));
 
+// A special token is no part of the sentence around it; the others are ordered as the text is, so that the words of a sentence
+// in the other direction, and the pieces of a number, stay in their order.
 function span(text, p) {
   const flags = text.flags[p], token = text.shown[p];
-  const made = el('bdi', { className: 'tk' + (flags & SPECIAL ? ' sp' : '') + (flags & UNKNOWN ? ' unk' : '') + (flags & PART ? ' part' : '') + (joins(text, p) ? ' joined' : '') + (joins(text, p + 1) ? ' joins' : ''), textContent: token.length > MAX_CHARACTERS ? token.slice(0, MAX_CHARACTERS) + '…' : token });
+  const made = el(flags & SPECIAL ? 'bdi' : 'span', { className: 'tk' + (flags & SPECIAL ? ' sp' : '') + (flags & UNKNOWN ? ' unk' : '') + (flags & PART ? ' part' : '') + (joins(text, p) ? ' joined' : '') + (joins(text, p + 1) ? ' joins' : ''), textContent: token.length > MAX_CHARACTERS ? token.slice(0, MAX_CHARACTERS) + '…' : token });
   made.dataset.p = p;
   return made;
 }
 
-// Fill a box with the tokens from `from` up to `to`; returns their spans.
+// Fill a box with the tokens from `from` up to `to`, in the direction of the whole text; returns their spans.
 export function setText(box, text, from, to) {
+  box.dir = directionOf(text);
   const parts = [], spans = [];
   for (let p = from; p < to; p++) {
     if (text.gaps[p] && p > from) parts.push(text.gaps[p]);

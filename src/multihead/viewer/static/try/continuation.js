@@ -1,5 +1,6 @@
 // The continuation of the text, with and without the heads: greedy tokens side by side, the words that differ marked.
 import { $, el, translate } from '../shared/dom.js';
+import { directionOfWords } from '../shared/tokens.js';
 import { lines } from '../view/api.js';
 import { changeNamed } from './sentence.js';
 import { found, query, state } from './state.js';
@@ -34,6 +35,7 @@ function show(before, after, whole) {
   const sides = [before, after].map(tokens => wordsOf(tokens.join('')));
   const only = whole && state.heads.size ? differing(...sides) : [new Set(), new Set()];
   ['before', 'after'].forEach((id, side) => $(id).replaceChildren(el('span', { textContent: ending() }), ...sides[side].flatMap((word, n) => only[side].has(n) ? [/^\s*/.exec(word)[0], el('mark', { textContent: word.trim() })] : [word])));
+  for (const id of ['before', 'after']) $(id).dir = directionOfWords(state.text);
   $('further').querySelector('.both').classList.toggle('alone', !state.heads.size);
 }
 

@@ -2,7 +2,8 @@
 import { paint, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { short, signed } from '../shared/numbers.js';
-import { quoted, three } from './sentence.js';
+import { quoted } from '../shared/tokens.js';
+import { three } from './sentence.js';
 import { chosen, found, state } from './state.js';
 import { labelOf } from './words.js';
 

@@ -1,11 +1,10 @@
 // The sentence that the page is about: what the model expects, and what it expects without the heads that are off.
 import { $, translate } from '../shared/dom.js';
 import { short } from '../shared/numbers.js';
+import { quoted } from '../shared/tokens.js';
 import { changedHeads, chosen, commonFactor, found, state } from './state.js';
 import { labelOf } from './words.js';
 
-// A token in quotation marks; its direction does not leave them.
-export const quoted = token => translate('quoted', { token: `\u2068${token}\u2069` });
 const SMALLEST_CHANGE = .01;  // of a similarity, below which the sentence says that it hardly changes
 export const three = value => value.toFixed(3).replace('-', '−');  // a similarity
 const likeliest = (next, side) => next.reduce((best, one) => one[side] > best[side] ? one : best);

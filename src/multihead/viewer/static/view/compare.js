@@ -1,6 +1,7 @@
 // The largest differences in view, as a table next to the three maps.
 import { $, el, translate } from '../shared/dom.js';
 import { count, keepLargest, short } from '../shared/numbers.js';
+import { isolated } from '../shared/tokens.js';
 import { centre } from './geometry.js';
 import { shown } from './map.js';
 import { state } from './permalink.js';
@@ -24,7 +25,7 @@ export function differences(scene, redraw) {
   const rows = farthestPlaces(d.values, max).map(k => {
     const query = (d.r0 + Math.floor(k / d.cols)) * high, key = (d.c0 + k % d.cols) * wide;
     const go = el('button', { onclick: () => { state.q = query; centre(scene.layer, query, key, Math.min(state.n, 56 * wide)); redraw(); } }, ...named(scene.sides.query, query, true), ' → ', ...named(scene.sides.key, key, false));
-    go.title = `${label(scene.sides.query, query)} ${count(query)} → ${label(scene.sides.key, key)} ${count(key)}`;
+    go.title = `${isolated(label(scene.sides.query, query))} ${count(query)} → ${isolated(label(scene.sides.key, key))} ${count(key)}`;
     return el('tr', {}, el('th', { scope: 'row' }, go), ...[short(a.values[k]), short(b.values[k]), signed(d.values[k])].map(words => el('td', { textContent: words })));
   });
   if (!rows.length) rows.push(el('tr', {}, el('td', { colSpan: 4, textContent: translate('no difference') })));

@@ -6,6 +6,7 @@ import { keys } from '../shared/keys.js';
 import { kindName } from '../shared/kinds.js';
 import { count } from '../shared/numbers.js';
 import { remember } from '../shared/remembered.js';
+import { isolated } from '../shared/tokens.js';
 import { json, sampleAt, server } from './api.js';
 import { retryMaps, focusHead, returnTo } from './grid.js';
 import { headPage, leaveHead, listen, redraw, sceneNow, zoomBy, zoomOne, zoomWhole } from './head.js';
@@ -83,7 +84,7 @@ let optioned = {};
 function bar() {
   const names = view.runs.map(run => run.name), head = !!state.a;
   fill('run', names.length > 1 && names, state.run);
-  fill('sample', view.runs[state.run].samples.length > 1 && view.runs[state.run].samples.map((one, n) => translate(one.opening ? 'text n' : 'text without words', { n: n + 1, opening: one.opening, tokens: count(one.keys) })), state.sample);
+  fill('sample', view.runs[state.run].samples.length > 1 && view.runs[state.run].samples.map((one, n) => translate(one.opening ? 'text n' : 'text without words', { n: n + 1, opening: isolated(one.opening), tokens: count(one.keys) })), state.sample);
   $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head && !(state.compare && names.length > 1) ? [translate('tokens n', { n: count(record.keys) }), record.pattern] : [])].filter(Boolean).join(translate('join.facts'));
   $('facts').title = $('facts').textContent;
   if (!head) return;

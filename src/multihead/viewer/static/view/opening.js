@@ -1,13 +1,14 @@
 // The panel of the text on the page of all heads, coloured by the attention that each token receives. A click on a token colours
 // it by how much each token looks at that one, and lists the heads that do.
 import { paint, rootEnd, tone } from '../shared/colour.js';
-import { $, el, translate } from '../shared/dom.js';
+import { $, el, NBSP, translate } from '../shared/dom.js';
 import { glyph } from '../shared/kinds.js';
+import { tickedRamp } from '../shared/legend.js';
 import { count, exact, percent, short } from '../shared/numbers.js';
-import { choosable, PART, setText, UNKNOWN } from '../shared/tokens.js';
+import { choosable, isolated, PART, quoted, setText, UNKNOWN } from '../shared/tokens.js';
 import { json, sampleAt } from './api.js';
-import { state, toHead } from './permalink.js';
-import { label, view } from './record.js';
+import { state, toCell, toHead } from './permalink.js';
+import { view } from './record.js';
 
 const FOLDED = 180;  // tokens of a long text
 let record = null, unfolded = false, chosen = -1, turn = 0;
@@ -36,10 +37,10 @@ export function openingText(shown = record) {
     const top = largest(received, hidden), end = rootEnd(received[top] ?? 0, false);
     spans.forEach((span, p) => {
       paint(span, p === hidden ? 0 : tone(state.scale, received[p], end));
-      span.title = text.flags[p] & PART ? translate('part of', { token: text.labels[p] }) : translate('receives', { share: percent(received[p]) });
+      span.title = text.flags[p] & PART ? translate('part of', { token: quoted(text.labels[firstPart(text, p)]) }) : translate('receives', { share: percent(received[p]) });
     });
-    if (top >= 0) notes.push(translate('painted', { token: text.labels[top], share: percent(received[top]) }), ...(state.scale === 'log' ? [] : [translate('scale.end', { end: exact(end) })]));
-    if (!hidden) notes.push(translate('first hidden', { token: text.labels[0], share: percent(received[0]) }));
+    if (top >= 0) notes.push(translate('painted', { token: quoted(text.labels[top]), share: percent(received[top]) }), ...(state.scale === 'log' ? [] : [translate('scale.end', { end: exact(end) })]));
+    if (!hidden) notes.push(translate('first hidden', { token: quoted(text.labels[0]), share: percent(received[0]) }));
   }
   if (text.flags.some(flag => flag & UNKNOWN)) notes.push(translate('unknown'));
   if (asks()) {
@@ -62,22 +63,38 @@ export function openingText(shown = record) {
 // Whether the page can answer: it has weights of layers whose keys are this text.
 const asks = () => view.looking && record.layers.some(layer => layer.rows && layer.keyText === 0);
 
+// The first token of the character that a token is a part of.
+function firstPart(text, p) {
+  while (p > 0 && text.flags[p] & PART && !text.shown[p]) p--;
+  return p;
+}
+
+// A token that looks at the chosen one, and its weight: a link to the cell, with the position of the token if the text has it more
+// than once.
+function looker(l, h, { text, from }, q, w) {
+  const p = q + from, first = text ? firstPart(text, p) : p, name = text?.labels[first] ?? String(q);
+  const again = text && (first !== p || text.labels.indexOf(name) !== text.labels.lastIndexOf(name));
+  const cell = el('a', { href: toCell(record.run, record.sample, l, h, q, chosen), title: `${translate('query')} ${count(q)} → ${translate('key')} ${count(chosen)}` }, quoted(name), ...(again ? [el('sub', { textContent: count(q) })] : []));
+  return el('span', { className: 'pair' }, cell, NBSP + short(w));
+}
+
 async function look(spans, text) {
-  const mine = turn, token = text.labels[chosen], box = $('looking');
+  const mine = turn, token = quoted(text.labels[firstPart(text, chosen)]), box = $('looking');
   box.replaceChildren(el('progress'), ' ', translate('comparing'));
   const { heads, tokens, error } = await json(`${sampleAt(record.run, record.sample)}/looking?key=${chosen}`).catch(found => ({ heads: [], error: found.message }));
   if (mine !== turn) return;
   const back = el('button', { className: 'btn', textContent: translate('looks.back'), onclick: () => { chosen = -1; openingText(); } });
   if (!heads.length) { box.replaceChildren(el('p', { className: 'note', textContent: error ?? translate('looks.none') }), back); return; }
+  const end = rootEnd(tokens[largest(tokens)], false);
   spans.forEach((span, p) => {
-    paint(span, tone('linear', tokens[p], tokens[largest(tokens)]));
-    span.title = `${text.labels[p]} ${short(tokens[p])}`;
+    paint(span, tone(state.scale, tokens[p], end));
+    span.title = `${isolated(text.labels[p])} ${short(tokens[p])}`;
   });
   const rows = heads.map(({ layer, head, share, queries }) => {
     const i = record.index(layer, head), side = record.sides(record.numbered.get(layer)).query;
     return el('li', {}, el('a', { href: toHead(record.run, record.sample, layer, head), k: record.kinds[i] }, glyph(record.kinds[i]), record.short(i)), el('span', { className: 'num', textContent: short(share) }),
-      el('small', {}, translate('looks.from') + ' ', ...queries.flatMap(([q, w], n) => [n ? translate('join.comma') : '', el('bdi', { textContent: label(side, q) }), ' ' + short(w)])));
+      el('small', {}, translate('looks.from') + ' ', ...queries.flatMap(([q, w], n) => [n ? translate('join.comma') : '', looker(layer, head, side, q, w)])));
   });
-  const notes = [translate('looks.note', { token }), ...(record.layers.some(layer => layer.rows === 'largest') ? [translate('looks.stored')] : [])];
-  box.replaceChildren(el('h3', { textContent: translate('looks.title', { token }) }), el('ul', {}, ...rows), el('p', { className: 'note', textContent: notes.join(translate('join.sentences')) }), back);
+  const notes = [translate('looks.note', { token }), ...(state.scale === 'log' ? [] : [translate('scale.end', { end: exact(end) })]), ...(record.layers.some(layer => layer.rows === 'largest') ? [translate('looks.stored')] : [])];
+  box.replaceChildren(el('div', { className: 'about' }, el('h3', { textContent: translate('looks.title', { token }) }), tickedRamp(220, state.scale, end)), el('ul', {}, ...rows), el('p', { className: 'note', textContent: notes.join(translate('join.sentences')) }), back);
 }

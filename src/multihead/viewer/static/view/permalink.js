@@ -8,6 +8,7 @@ export const state = {
   filter: '', kind: '', order: '',
 };
 
+const CELL_PART = 56;  // keys across, as where the page shows a single weight
 const headIn = text => { const found = /^L(\d+)H(\d+)$/.exec(text ?? ''); return found && { l: +found[1], h: +found[2] }; };
 const number = (text, otherwise) => text !== null && text !== '' && Number.isFinite(+text) ? +text : otherwise;
 const name = ({ l, h }) => `L${l}H${h}`;
@@ -42,6 +43,8 @@ export function write(st = state) {
 
 // The address of a head's whole map, or of all heads, keeping the other choices.
 export const toHead = (run, sample, l, h) => write({ ...state, run, sample, a: { l, h }, compare: false, x: 0, y: 0, n: 0, q: -1 }).replace(/&x=0&y=0&n=0&q=-1/, '');
+// The address of one cell of a head's map, in the middle of a part of it.
+export const toCell = (run, sample, l, h, query, key) => write({ ...state, run, sample, a: { l, h }, compare: false, x: Math.max(0, key - CELL_PART / 2), y: Math.max(0, query - CELL_PART / 2), n: CELL_PART, q: query });
 // The address of a head compared with the same head of another run.
 export const toBoth = (run, sample, l, h, other) => write({ ...state, run, sample, a: { l, h }, b: { r: other, l, h }, compare: true, x: 0, y: 0, n: 0, q: -1 }).replace(/&x=0&y=0&n=0&q=-1/, '');
 export const toAll = () => write({ ...state, a: null });

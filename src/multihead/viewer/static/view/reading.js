@@ -4,7 +4,7 @@ import { css, hatching, paint, rgb, rootEnd, sized, tone } from '../shared/colou
 import { $, el, translate } from '../shared/dom.js';
 import { isSingle } from '../shared/legend.js';
 import { count, exact, keepLargest, percent, short } from '../shared/numbers.js';
-import { phrase, setText } from '../shared/tokens.js';
+import { directionOf, isolated, phrase, quoted, setText } from '../shared/tokens.js';
 import { centre } from './geometry.js';
 import { shown } from './map.js';
 import { state } from './permalink.js';
@@ -136,14 +136,15 @@ export const stripPanel = readPanel('along', (scene, { q, a, shares }, redraw) =
 export const contextPanel = readPanel('context', (scene, { q, a, shares }, redraw) => {
   const { text, from } = scene.sides.key;
   const cell = (name, ...children) => el('span', { className: name }, ...children);
+  const dir = text ? directionOf(text) : 'ltr', around = (start, stop) => el('bdi', { dir, textContent: text ? phrase(text, start + from, stop + from) : '' });
   $('kwic').classList.toggle('bare', !text);
+  $('kwic').dir = dir;
   $('kwic').replaceChildren(...shares.best.flatMap(j => {
     const word = label(scene.sides.key, j), go = el('button', {
-      onclick: () => { state.q = q; centre(scene.layer, q, j, 56); redraw(); }, 'aria-label': translate('go there', { key: count(j), token: word, share: short(a[j]) }),
+      onclick: () => { state.q = q; centre(scene.layer, q, j, 56); redraw(); }, 'aria-label': translate('go there', { key: count(j), token: quoted(word), share: short(a[j]) }),
     }, el('bdi', { textContent: word }));
     paint(go, shares.tone(a[j]));
-    return [cell('n', count(j)), cell('l', el('bdi', { textContent: text ? phrase(text, j + from - 5, j + from) : '' })), go,
-      cell('r', el('bdi', { textContent: text ? phrase(text, j + from + 1, j + from + 6) : '' })), cell('p', short(a[j]))];
+    return [cell('n', count(j)), cell('l', around(j - 5, j)), go, cell('r', around(j + 1, j + 6)), cell('p', short(a[j]))];
   }));
   if (!shares.sees) $('kwic').replaceChildren(el('p', { className: 'note', textContent: translate('no keys visible') }));
   $('keptshare').hidden = shares.stored === shares.sees;
@@ -189,7 +190,7 @@ export const textPanel = {
       paint(one, hidden || (state.masked && !j) ? 0 : shares.tone(w));
       one.classList.toggle('on', !layer.crosses && j === at);
       one.classList.toggle('unseen', hidden);
-      one.title = hidden ? translate(shares.causal && j > shares.last ? 'later key' : 'masked') : `${text.labels[j + from]} ${w < 0 ? notStored(shares.stored) : short(w)}`;
+      one.title = hidden ? translate(shares.causal && j > shares.last ? 'later key' : 'masked') : `${isolated(text.labels[j + from])} ${w < 0 ? notStored(shares.stored) : short(w)}`;
     });
     $('span').textContent = n <= WHOLE ? '' : `${count(start)}–${count(end - 1)}`;
     scrollToMark(box, list);
