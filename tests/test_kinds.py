@@ -103,6 +103,8 @@ def test_the_numbers_that_decide_about_a_kind_are_those_of_the_definition() -> N
     assert str(one) == "L0 H0: skipping 100 % (chance 7.3 %)"
     broad = record.kinds("broad")
     assert [(each.head, each.share, each.chance) for each in broad] == [(1, pytest.approx(1, abs=1e-5), 1)]
+    assert str(broad[0]) == "L0 H1: broad 100 % of what an even spread gives"
+    assert (broad[0].cells()["share"], broad[0].cells()["chance"]) == ("100\u00a0%", "–")
     assert [each.kind for each in record.kinds()] == ["local", "broad", "skipping"]
     with pytest.raises(ArgumentError) as caught:
         record.kinds("skips")

@@ -49,6 +49,11 @@ _SENTENCE_TEXTS = {
     "zh": "属于“{label}”：{share}，随机水平为 {chance}。",
 }
 _BRIEF_TEXTS = {"en": "{label}, {share} (chance {chance})", "zh": "{label}，{share}（随机水平 {chance}）"}
+_SENTENCE_OF_LARGEST = {
+    "en": "is a head of the kind “{label}”: {share} of what an even spread gives.",
+    "zh": "属于“{label}”：为均匀分布时的 {share}。",
+}
+_BRIEF_OF_LARGEST = {"en": "{label}, {share} of an even spread", "zh": "{label}，均匀分布时的 {share}"}
 _DEFINITIONS = {
     "en": "{rules} (“{statistic}”).",
     "zh": "{rules}（“{statistic}”）。",
@@ -183,9 +188,17 @@ class Kind:
             return format_percent(value)
         return self.probe.text(value)
 
+    @property
+    def has_chance(self) -> bool:
+        """Whether shares are shown next to chance, which is 100 % for a share of what an even spread gives."""
+        return self.of_largest is None
+
     def fill_sentence(self, texts: TextByLanguage, lang: str, share: float, chance: float, **names: str) -> str:
         """Return `texts` (`sentence` or `brief`) in a language, with its placeholders filled in."""
         values = {"share": self.format_value(share), "chance": self.format_value(chance), "label": self.label(lang)}
+        if not self.has_chance:
+            defaults = (_SENTENCE_TEXTS, _SENTENCE_OF_LARGEST), (_BRIEF_TEXTS, _BRIEF_OF_LARGEST)
+            texts = next((of_largest for default, of_largest in defaults if texts == default), texts)
         return _in_language(texts, lang).format(**values, **names)
 
 

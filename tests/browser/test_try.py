@@ -173,7 +173,7 @@ class TestTheSentence:
         assert shown.at("#sentence").inner_text().startswith("The model expects “")
         said = shown.text("#sentence").replace("\u2068", "").replace("\u2069", "")
         assert said.startswith(f"The model expects “{first['token']}” next, with ")
-        assert said.endswith("Click a head to switch it off.")
+        assert said.endswith("Choose a head to switch it off.")
         assert percent(said.split("with ")[1]) == pytest.approx(first["before"], abs=0.006)
 
     def test_without_heads_it_compares_both_probabilities_and_counts_the_worse_predictions(

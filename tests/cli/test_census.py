@@ -73,7 +73,7 @@ def test_it_prints_the_heads_of_each_kind_with_their_chance(corpus: str, tmp_pat
     lines = run(*given, "--probes", "entropy").stdout.splitlines()
     row = next(place for place, line in enumerate(lines) if line.startswith("kind"))
     assert lines[row].split() == ["kind", "heads", "chance", "largest", "shares"]
-    assert " ".join(lines[row + 2].split()) == "broad 8 100 % L0 H0 100 % L0 H1 100 % L0 H2 100 %"
+    assert " ".join(lines[row + 2].split()) == "broad 8 – L0 H0 100 % L0 H1 100 % L0 H2 100 %"
     lines = run(*given, "--probes", "entropy", "--lang", "zh").stdout.splitlines()
     assert any(line.startswith("分散 ") for line in lines)
 

@@ -125,8 +125,8 @@ def test_chinese_speaks_every_chapter_and_no_english_sentence() -> None:
     output = run("walk", "--lang", "zh").output
     for chapter in CHAPTERS:
         assert text(f"chapter.{chapter.name}.title", "zh", joined="Z1 | Z2 | Z3") in output
-    assert "(批量, 序列长度, 头, 头维度)" in output
-    assert "(批量, 头, 序列长度, 头维度)" in output
+    assert "(批次, 序列长度, 头, 头维度)" in output
+    assert "(批次, 头, 序列长度, 头维度)" in output
     for word in (" the ", " and ", "head 0", "sample", "position", "query", "key "):
         assert word not in output
 

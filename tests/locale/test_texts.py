@@ -24,6 +24,7 @@ STORES = (texts.__package__, LOCALE_PACKAGE)
 ENGLISH, CHINESE = (
     {key: each for store in STORES for key, each in texts._texts_in_language(lang, store).items()} for lang in LANGUAGES
 )
+DOCS = SOURCE.parent / "docs"
 HAN = re.compile("[\u4e00-\u9fff]")
 PAGES = {
     "viewer/static/view": ("common", "page", "viewer"),
@@ -150,9 +151,39 @@ def test_no_english_text_is_chinese_and_no_chinese_text_is_english() -> None:
 
 def test_one_chinese_term_is_used_for_each_concept() -> None:
     everything = "\n".join(CHINESE.values())
-    for wrong in ("质量", "所受注意", "注意力沉", "便宜"):
+    for wrong in ("质量", "所受注意", "注意力沉", "便宜", "批量", "开始标记", "汇点"):
         assert wrong not in everything
     assert everything.count("汇聚点") == everything.count("注意力汇聚点") > 1
+
+
+# The dark theme's colour scale runs from dark to bright, a phone has no mouse, a keyboard clicks nothing, and what
+# is on the right of a wide window is at the end of a narrow one.
+TRUE_SOMEWHERE = {
+    "en": r"\b(dark|light|bright|black|white|pale|click|hover|tap|mouse|to the (left|right)|on the (left|right)"
+    r"|(left|right) (side|panel|column)|leftmost|rightmost)(er|est|en|s|ed|ing)?\b",
+    "zh": "深|浅|亮|黑|白色|变暗|点击|单击|悬停|鼠标|左侧|右侧|左边|右边",
+}
+
+
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_the_texts_are_true_in_every_theme_on_every_device_and_with_every_input(lang: str) -> None:
+    everything = dict(ENGLISH if lang == "en" else CHINESE)
+    everything |= {f"kind {kind.name}": " ".join((kind.about[lang], kind.label(lang))) for kind in (*KINDS, MIXED)}
+    found = {
+        key: word[0]
+        for key, each in everything.items()
+        if (word := re.search(TRUE_SOMEWHERE[lang], each, re.IGNORECASE))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_no_document_describes_a_map_by_how_dark_it_is(page: Path) -> None:
+    lines = page.read_text("utf-8").splitlines()
+    wrong = re.compile(
+        r"\b(darker|darkest|lighter|lightest|brighter|brightest)\b|[越最]深|深浅|[更越最]浅|[更越最]亮", re.IGNORECASE
+    )
+    assert [line for line in lines if wrong.search(line)] == []
 
 
 def test_every_kind_has_its_texts_in_each_language_with_the_same_placeholders() -> None:

@@ -115,7 +115,7 @@ def look(
     """Look at every head of a model as it reads one text.
 
     Prints a table of all heads and highlights, and writes one page that opens offline: the map of every head, every
-    number, and each weight on hover. For a long text the page holds pooled maps and each query's largest weights;
+    number, and each weight. For a long text the page holds pooled maps and each query's largest weights;
     --record keeps everything for the viewer.
     """
     check_no_surplus(context.args)

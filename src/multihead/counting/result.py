@@ -153,7 +153,8 @@ class KindCount(NamedTuple):
     Attributes:
         kind: the kind of head.
         heads: the heads of this kind, the largest share first.
-        chance: chance levels of these heads as text: one number, or the smallest and the largest.
+        chance: chance levels of these heads as text: one number, or the smallest and the largest; "–" for a share of$
+            what an even spread gives.
     """
 
     kind: Kind
@@ -356,7 +357,7 @@ class Census:
         for kind in self.all_kinds:
             if heads := heads_of_kinds(profiles, (kind,)):
                 levels = dict.fromkeys(kind.format_value(of(each.chance for each in heads)) for of in (min, max))
-                found.append(KindCount(kind, heads, "–".join(levels)))
+                found.append(KindCount(kind, heads, "–".join(levels) if kind.has_chance else "–"))
         return found
 
     def findings(self, *, lang: str = "en") -> list[Finding]:

@@ -357,7 +357,7 @@ class Record:
         >>> with mh.observe(layer) as seen:
         ...     y = layer(torch.randn(1, 40, 8))
         >>> [str(each) for each in seen.kinds("broad")]
-        ['L0 H0: broad 100 % (chance 100 %)', 'L0 H1: broad 100 % (chance 100 %)']
+        ['L0 H0: broad 100 % of what an even spread gives', 'L0 H1: broad 100 % of what an even spread gives']
         """
         return heads_of_kinds(self.profiles(sample=sample), self.all_kinds, names)
 

@@ -55,7 +55,7 @@ def test_without_maps_the_picture_is_the_entropy() -> None:
 
 
 def test_the_scale_of_means_ends_near_the_largest() -> None:
-    end = re.search(r"The darkest tone is ([\d.]+) %", picture_of_heads(long())[1])
+    end = re.search(r"The colour scale ends at ([\d.]+) %", picture_of_heads(long())[1])
     assert end is not None
     assert 0 < float(end[1]) < 100
 

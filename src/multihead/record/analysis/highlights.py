@@ -105,7 +105,7 @@ class HeadKind(HeadOfLayer):
         name: name of the layer.
         kind: name of the kind.
         share: mean over the queries that count; for "broad", the entropy divided by the largest possible entropy.
-        chance: chance level of the share (even weights over the visible keys).
+        chance: chance level of the share (even weights over the visible keys); 1 for "broad".
         error: standard error of share - chance; inf if there are too few queries to estimate it.
         n: number of queries that count, or of texts of repeated random tokens.
     """
@@ -120,12 +120,13 @@ class HeadKind(HeadOfLayer):
     def __str__(self) -> str:
         """Return one line, such as "L16 H0: previous 88 % (chance 1.3 %)"."""
         share, chance = (each.replace("\u00a0", " ") for each in self.share_and_chance_texts)
-        return f"L{self.layer} H{self.head}: {self.kind} {share} (chance {chance})"
+        compared = f"(chance {chance})" if chance else "of what an even spread gives"
+        return f"L{self.layer} H{self.head}: {self.kind} {share} {compared}"
 
     def cells(self) -> dict[str, str]:
         """Return the head as a row of a table: heading -> text."""
         share, chance = self.share_and_chance_texts
-        return self.place_cells() | {"kind": self.kind, "share": share, "chance": chance, "n": f"{self.n:,}"}
+        return self.place_cells() | {"kind": self.kind, "share": share, "chance": chance or "–", "n": f"{self.n:,}"}
 
 
 def heads_of_kinds(
@@ -149,7 +150,7 @@ def heads_of_kinds(
             measure = evidence_of_kind(kind, one.evidence)
             assert measure is not None
             error, n = float(measure.standard_error[head]), int(measure.num_observations[head])
-            written = (kind.format_value(share), kind.format_value(level))
+            written = (kind.format_value(share), kind.format_value(level) if kind.has_chance else "")
             found.append(HeadKind(one.number, head, one.name, kind.name, share, level, error, n, written))
     return found
 

@@ -43,5 +43,5 @@ export function sentence() {
       line = translate(last ? next : later, { change: changeNamed(), token: quoted(top.token), where, before: short(top.before), after: short(top.after), most }) + translate(change.worse === 1 ? 'worse 1' : 'worse', { n: change.worse, all: change.predictions });
     }
   }
-  $('sentence').textContent = [line, ...(touched ? [] : [translate('click')])].join(translate('join.sentences'));
+  $('sentence').textContent = [line, ...(touched ? [] : [translate('choose')])].join(translate('join.sentences'));
 }
