@@ -164,6 +164,8 @@ def _exact_span(
         text: the text.
         reached: end of the tokens before it.
     """
+    if not {piece[:1], piece[-1:]} & {"▁", "Ġ"}:  # nothing to correct, which is so for most tokens
+        return offset
     start, stop = offset
     covered = text[start:stop]
     if covered == piece:  # where the text itself has a "▁", it is no space
@@ -329,6 +331,8 @@ def _prepends_space(tokenizer: Any) -> bool:
 
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return the entries of tokens in the vocabulary."""
+    if hasattr(tokenizer, "is_fast"):  # a tokenizer of transformers also takes a list, which is faster
+        return list(map(str, tokenizer.convert_ids_to_tokens(list(ids))))
     return [str(tokenizer.convert_ids_to_tokens(id_)) for id_ in ids]
 
 
