@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
+from multihead.errors.given import reject_given
 from multihead.kernels.parts import PartName
 from multihead.probes.catalogue import PROBES, SEPARATOR_STATISTIC
 from multihead.probes.probe import MIN_SHARE_WITHOUT_DECIMAL, SHARE_FORMAT, PartValues, Probe, Statistic
@@ -230,6 +231,10 @@ def kinds_named(names: Sequence[str], among: Sequence[Kind]) -> list[Kind]:
     """
     known = {kind.name: kind for kind in among}
     for name in names:
+        if not isinstance(name, str):
+            reject_given(
+                "A kind", name, "the name of a kind", 'Give each name as an argument: "induction", "previous".'
+            )
         if name not in known:
             labelled = [kind.name for kind in among if name in kind.labels.values()]
             meant = RENAMED_KINDS.get(name) or next(iter(labelled), None)

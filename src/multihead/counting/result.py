@@ -27,6 +27,7 @@ from multihead.counting.merge import (
 from multihead.counting.plan import Plan, read_plan
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.errors.arguments import check_integer
+from multihead.errors.given import check_path
 from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, another_probe_error, check_kinds
 from multihead.locale.escaping import escape_controls, isolate_direction
@@ -204,6 +205,7 @@ class Census:
             MissingPackageError: pyarrow is not installed.
         """
         require("pyarrow", purpose="A census", extra="census")
+        check_path("folder", folder)
         place = Path(folder)
         plan = read_plan(place)
         heads, shards, missing = read_merged_tables(place, plan) or merge_shards(place, plan)

@@ -21,6 +21,7 @@ from multihead.counting.work import Progress, ReportProgress, ShardResults, chec
 from multihead.counting.workers import ProcessWorker, count_in_workers
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.arguments import check_integer
+from multihead.errors.given import check_path, check_tokenizer, reject_given
 from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, check_kinds, probes_of
 from multihead.models.loading import LoadedModel, load
@@ -110,7 +111,8 @@ def census(
     """
     require("pyarrow", purpose="A census", extra="census")
     _check_options(workers, threads, shard, share, examples, batch_tokens)
-    names = (texts,) if isinstance(texts, str) else tuple(texts)
+    names = _file_names(texts)
+    check_path("out", out)
     check_kinds((*KINDS, *kinds))
     wanted = census_probes(probes)
     if kinds:
@@ -189,6 +191,15 @@ def _check_options(
         raise ArgumentError(f"shard is {shard!r}.", "Give (i, n) with i from 0 to n - 1.")
 
 
+def _file_names(texts: object) -> tuple[str, ...]:
+    """Return the names and globs of the files with the texts."""
+    names = [texts] if isinstance(texts, (str, os.PathLike)) else texts
+    if not isinstance(names, (list, tuple)) or not all(isinstance(each, (str, os.PathLike)) for each in names):
+        mend = "Write the texts to a .txt file, one per line, or a .parquet file, one per row, and give its name."
+        reject_given("texts", texts, "the name of a file, or a list of names", mend)
+    return tuple(os.fspath(each) for each in names)
+
+
 def _load_model(model: str | nn.Module, tokenizer: Any, device: str, dtype: str) -> LoadedModel:
     if isinstance(model, str):
         loaded = load(model, device=device, dtype=dtype)
@@ -197,6 +208,7 @@ def _load_model(model: str | nn.Module, tokenizer: Any, device: str, dtype: str)
             raise ModelError(f"{type(model).__name__} contains no model of transformers.", "Give one, or its name.")
         if tokenizer is None:
             raise ArgumentError("The model was given without a tokenizer.", "Give tokenizer=.")
+        check_tokenizer(tokenizer)
         if model.training:
             raise ModelError("The model is in training mode.", "Call model.eval() first, which switches dropout off.")
         loaded = LoadedModel("", type(model).__name__, model, tokenizer)

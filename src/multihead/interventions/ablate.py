@@ -356,8 +356,6 @@ def _means_of_reference(model: nn.Module, reference: HeadMeans | Iterable[Any] |
                 f'Compute it with mh.head_means(model, batches, over="{over}").',
             )
         return reference
-    if isinstance(reference, Tensor | Mapping):
-        reference = [reference]
     return head_means(model, reference, over=over)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from multihead.errors import ArgumentError, ModelError
 from multihead.errors.arguments import join_first
+from multihead.errors.given import check_module
 from multihead.models.coverage import require_attention_interface, uses_attention_interface, whole_model_advice
 from multihead.models.pretrained import pretrained_models
 
@@ -112,6 +113,7 @@ def resolve_heads(model: nn.Module, heads: Head | Iterable[Head]) -> list[HeadKe
         ArgumentError: the argument names no head, or one that does not exist; the error names the nearest that does.
         ModelError: the model has no attention layers.
     """
+    check_module(model)
     single = isinstance(heads, str | NamedHead) or _is_pair(heads)
     if not single and (isinstance(heads, Mapping) or not isinstance(heads, Iterable)):
         raise ArgumentError(f"The heads are {heads!r}.", _HEAD_ADVICE)

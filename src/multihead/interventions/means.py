@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, InputError, ModelError
+from multihead.errors.given import check_batch, check_module, check_path, reject_given
 from multihead.errors.optional import require
 from multihead.files import write_atomically
 from multihead.interventions.followed import FollowedCall, follow_calls
@@ -84,6 +85,7 @@ class HeadMeans:
             InputError: the file cannot be written.
             MissingPackageError: safetensors is not installed.
         """
+        check_path("file", file)
         require("safetensors", purpose="Saving means of heads", extra="view")
         from safetensors.torch import save
 
@@ -100,6 +102,7 @@ class HeadMeans:
             InputError: the file cannot be read, or has no means of heads.
             MissingPackageError: safetensors is not installed.
         """
+        check_path("file", file)
         require("safetensors", purpose="Loading means of heads", extra="view")
         from safetensors import SafetensorError, safe_open
 
@@ -151,10 +154,17 @@ def head_means(model: nn.Module, batches: Iterable[Any], *, over: MeanOver = "te
             "The means of heads cannot be computed in context_parallel, where a rank has part of the tokens.",
             "Run the model on one process.",
         )
+    check_module(model)
+    if isinstance(batches, (Tensor, Mapping)):  # each row of a tensor and each key of a dict would be a batch
+        batches = [batches]
+    if isinstance(batches, (str, bytes)) or not isinstance(batches, Iterable):
+        check_batch("batches", batches)
+        reject_given("batches", batches, "an iterable of batches", "Give a list of the model's inputs.")
     sums = HeadMeans({}, {}, over)
     count = 0
     with torch.no_grad(), follow_calls(model, partial(_add_output, sums)):
         for batch in batches:
+            check_batch("A batch", batch)
             run_batch(model, batch)
             count += 1
     if not count:

@@ -113,6 +113,10 @@ def merge_heads(x_heads: Tensor, *, merge: Literal["concat", "mean"] = "concat")
     >>> torch.equal(merge_heads(split_heads(x, 3)), x)
     True
     """
+    if not isinstance(x_heads, Tensor):
+        raise DtypeError(
+            f"x_heads is a {type(x_heads).__name__}, and must be a tensor.", "Convert it: torch.as_tensor(x_heads)."
+        )
     if x_heads.dim() != 4:
         raise ShapeError(
             f"x_heads has the shape {tuple(x_heads.shape)}, and must be (batch, heads, length, head_dim).",

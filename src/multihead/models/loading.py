@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.errors.arguments import join_first
+from multihead.errors.given import reject_as_text
 from multihead.errors.optional import require
 from multihead.models.claims import check_configured_sizes, read_gguf_layer_counts
 from multihead.models.source import FoundModel, find_model, hub_access, local_path, unknown_model_error
@@ -389,7 +390,7 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
     most = next((each for each in known if isinstance(each, int) and each > 0), None)
     settings = getattr(model, "generation_config", None) or config
     if text is not None:
-        check_text(text)
+        check_text(text, "decoder_text")
         with silence_transformers():
             ids = [int(each) for each in loaded.tokenizer(text_target=text)["input_ids"]]
         starts = (getattr(each, "decoder_start_token_id", None) for each in (settings, config))
@@ -424,12 +425,15 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
     return _encoded_text(loaded.tokenizer, ids, [each in marks for each in ids])
 
 
-def check_text(text: str) -> None:
-    """Reject a text that no model can read.
+def check_text(text: object, name: str = "text") -> None:
+    """Reject what is no text, and a text that no model can read; `name` is the argument with the text.
 
     Raises:
+        ArgumentError: the text is not a string.
         InputError: the text is empty, or contains characters that UTF-8 cannot encode.
     """
+    if not isinstance(text, str):
+        reject_as_text(name, text)
     if not text.strip():
         raise InputError("The text is empty.", "Give at least one word.")
     if re.search("[\ud800-\udfff]", text):

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from multihead.errors import ArgumentError, ModelError, ProbeError
+from multihead.errors import ArgumentError, ProbeError
 from multihead.errors.arguments import check_integer
+from multihead.errors.given import check_ids, check_module, check_tokenizer
 from multihead.kernels.call import listen
 from multihead.kinds import Kind, probes_of
 from multihead.models import huggingface
@@ -85,6 +86,10 @@ def observe(
     >>> seen.layers[0].weights(head=1, queries=slice(0, 2)).shape
     torch.Size([2, 5])
     """
+    check_module(model)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, calls=False)
+    special_ids = check_ids("special_ids", special_ids)
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
     root = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
@@ -92,7 +97,7 @@ def observe(
     record.add_kinds(*kinds)
     asked = DEFAULT if probes is None else resolve_probes(probes)
     chosen = resolve_probes((*asked, *probes_of(kinds)))
-    _check_options(model, keep, map_size, map_pool, chosen)
+    _check_options(keep, map_size, map_pool, chosen)
     record.statistics = {probe.name: probe for probe in chosen if probe.name not in PROBES} | record.statistics
     names = module_names(root)
     layer_filter = None
@@ -135,9 +140,7 @@ def observe(
         )
 
 
-def _check_options(model: object, keep: object, map_size: object, map_pool: object, probes: Sequence[Probe]) -> None:
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"The model is a {type(model).__name__}, not a module.", "Give a torch.nn.Module.")
+def _check_options(keep: object, map_size: object, map_pool: object, probes: Sequence[Probe]) -> None:
     if keep not in ("cpu", "device", "statistics", "summary"):
         raise ArgumentError(f"keep is {keep!r}.", 'Give "cpu", "device", "statistics" or "summary".')
     if map_pool not in ("mean", "max"):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, ModelError, ProbeError
+from multihead.errors.given import check_ids, check_tokenizer, reject_given
 from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, another_probe_error, check_kinds
 from multihead.locale.escaping import escape_controls
@@ -122,7 +123,7 @@ class Record:
 
     def mark_special(self, ids: Iterable[int]) -> None:
         """Mark the tokens with these ids as special, in all texts whose ids are known."""
-        marks = frozenset(ids)
+        marks = frozenset(check_ids("ids", ids))
         for text, known in self._texts_with_ids():
             text.complete_text = Text(known, None, [each in marks for each in known.tolist()])
 
@@ -140,6 +141,7 @@ class Record:
         Raises:
             ArgumentError: no layer has a sample of this index with one key per token of the text.
         """
+        _check_text_of_tokens(text)
         taking = [
             layer.samples[sample]
             for layer in self.layers
@@ -160,6 +162,7 @@ class Record:
 
         If the record has no ids, the first sample of layers with as many keys is set, see `set_text`.
         """
+        _check_text_of_tokens(text)
         assert text.ids is not None
         equal = [growing for growing, ids in self._texts_with_ids() if torch.equal(ids, text.ids)]
         for growing in equal:
@@ -176,6 +179,7 @@ class Record:
         """
         from multihead.models.tokens import name_tokens
 
+        check_tokenizer(tokenizer, calls=False)
         known: dict[tuple[int, ...], Text] = {}
         marks = frozenset(tokenizer.all_special_ids)
         for text, ids in self._texts_with_ids():
@@ -424,6 +428,7 @@ class Record:
         >>> [(one.layer, one.head, one.divergence > 0) for one in before.changed(after)]
         [(0, 1, True), (0, 0, False)]
         """
+        _check_records("after", after)
         return changes(
             self.layers,
             after.layers,
@@ -575,6 +580,7 @@ class Record:
             ArgumentError: nothing was recorded, or an invalid argument.
             MissingPackageError: anywidget is not installed.
         """
+        _check_records("A further argument", *others)
         return function_of_viewer("widget.view", "View")(self, *others, lang=lang, height=height, linked=linked)
 
     def report(self, path: str | os.PathLike[str], *, sample: int = 0, lang: str = "en", **options: Any) -> Any:
@@ -649,6 +655,8 @@ class Record:
         Raises:
             ArgumentError: the records are not of one run, or the record of a rank is missing.
         """
+        records = tuple(records)
+        _check_records("records", *records)
         return Record(*merging.merge_all_ranks([record._record_parts for record in records]))  # noqa: SLF001 - records too
 
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:
@@ -683,3 +691,15 @@ class Record:
         files = loading.matching_files(file)
         found = [loading.load(each, mapped=mapped) for each in files]
         return Record(*(found[0] if len(found) == 1 else merging.merge_all_ranks(found)))
+
+
+def _check_records(name: str, *records: object) -> None:
+    for record in records:
+        if not isinstance(record, Record):
+            reject_given(name, record, "a record", "Give what mh.observe, mh.look or Record.load returned.")
+
+
+def _check_text_of_tokens(text: object) -> None:
+    if not isinstance(text, Text):
+        mend = "Call record.name_tokens(tokenizer), which names the tokens of all texts."
+        reject_given("text", text, "a multihead.record.texts.Text", mend)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multihead.errors import ArgumentError, InputError
+from multihead.errors.given import check_path
 from multihead.errors.optional import require
 from multihead.files import check_writable, open_atomically
 from multihead.observation.presentation import function_of_viewer
@@ -235,6 +236,7 @@ class TimeSeries:
         require("safetensors", purpose="Saving a time series", extra="view")
         from safetensors.numpy import save
 
+        check_path("file", file)
         target = os.fspath(file)
         check_writable([target])
         header = {
@@ -259,6 +261,7 @@ class TimeSeries:
         require("safetensors", purpose="Loading a time series", extra="view")
         from safetensors import SafetensorError, safe_open
 
+        check_path("file", file)
         target = os.fspath(file)
         try:
             with safe_open(target, framework="numpy") as opened:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ProbeError
 from multihead.errors.arguments import check_integer
+from multihead.errors.given import check_module
 from multihead.locale.escaping import escape_controls
 from multihead.models.trainer import call_around_steps
 from multihead.observation.observe import observe
@@ -82,6 +83,7 @@ class Watch:
         per_head: bool = False,
         log: LogTarget | None = None,
     ) -> None:
+        check_module(model)
         check_integer("every", every)
         self.model, self.every, self.layers, self.per_head, self.log = model, every, layers, per_head, log
         self.probes: tuple[Probe, ...] = resolve_probes(DEFAULT_PROBES if probes is None else probes)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import InputError, MultiheadError
+from multihead.errors.given import check_path
 from multihead.errors.optional import require
 from multihead.files import RandomAccessFile, check_file_name, is_folder
 from multihead.functional import request_of
@@ -111,6 +112,7 @@ def matching_files(file: str | os.PathLike[str]) -> list[str]:
     Raises:
         InputError: no file matches the pattern.
     """
+    check_path("file", file)
     target = os.fspath(file)
     if not glob.has_magic(target) or Path(target).exists():
         return [target]

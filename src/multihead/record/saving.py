@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, DtypeError, InputError
+from multihead.errors.given import check_path
 from multihead.errors.optional import require
 from multihead.files import check_writable, open_atomically
 from multihead.probes.catalogue import REPEAT_PROBES
@@ -48,6 +49,7 @@ def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "a
     """Write the contents of a record to a file; see `Record.save`."""
     if keep not in ("all", "statistics"):
         raise ArgumentError(f"keep is {keep!r}.", 'Give "all" or "statistics".')
+    check_path("file", file)
     target = os.fspath(file)
     check_writable([target])
     require("safetensors", purpose="Saving a record", extra="view")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from multihead.errors import ArgumentError, InputError
+from multihead.errors.given import check_path
 from multihead.files import check_writable, write_atomically
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language, section, statistic_label, text, unit_label
@@ -83,6 +84,7 @@ def write_census_page(
     >>> write_census_page(found, folder / "census.html").name
     'census.html'
     """
+    check_path("path", path)
     path = Path(path)
     check_language(lang)
     check_writable([os.fspath(path)])

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from multihead.errors import ArgumentError, ModelError, MultiheadError
+from multihead.errors.arguments import check_integer
+from multihead.errors.given import check_path, check_tokenizer, name_given
 from multihead.errors.optional import require
 from multihead.kernels.call import listen
 from multihead.kinds import KINDS, Kind, check_kinds
@@ -37,6 +39,7 @@ from multihead.models.loading import (
     load,
 )
 from multihead.models.source import FoundModel
+from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.observe import observe
 from multihead.observation.textbook import add_repeated, measure_repeated, start_token_id, word_token_ids
 from multihead.probes import DEFAULT
@@ -138,7 +141,12 @@ def look(
     """
     check_language(lang)
     check_text(text)
+    if decoder_text is not None:
+        check_text(decoder_text, "decoder_text")
     check_kinds((*KINDS, *kinds))
+    check_path("out", out)
+    if tokens is not None:
+        check_integer("tokens", tokens)
     if start_token is not None and not textbook:
         raise ArgumentError(f"start_token is {start_token!r}, and textbook is False.", "Give textbook=True as well.")
     in_notebook = show and kind_of_notebook() is not None
@@ -192,6 +200,8 @@ def load_model_and_encode_text(
 
 
 def _model_or_name(model: str | nn.Module | LoadedModel, tokenizer: Any) -> str | LoadedModel:
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
     if isinstance(model, (str, LoadedModel)):
         if tokenizer is not None:
             name = model if isinstance(model, str) else model.name
@@ -201,11 +211,12 @@ def _model_or_name(model: str | nn.Module | LoadedModel, tokenizer: Any) -> str 
         return model
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ArgumentError(
-            f"model is {type(model).__name__}.",
+            f"model is {name_given(model)}.",
             "Give a name or a Hugging Face model; other modules can be observed with mh.observe.",
         )
     if tokenizer is None:
         raise ArgumentError("The model has no tokenizer.", "Give tokenizer=, or the name of the model.")
+    check_tokenizer(tokenizer)
     name = type(model).__name__
     return LoadedModel(name, name, model, tokenizer)
 
@@ -445,7 +456,8 @@ def check_layers(chosen: Sequence[int] | None, model: DescribedModel) -> None:
         ArgumentError: `chosen` has a number beyond the last layer.
     """
     count = num_layers(model)
-    if count is not None and (beyond := [layer for layer in chosen or () if layer >= count]):
+    numbers = () if chosen is None else LayerFilter.from_argument(chosen).items
+    if count is not None and (beyond := [each for each in numbers if isinstance(each, int) and each >= count]):
         raise ArgumentError(
             f"layers contains {beyond[0]}, and the model has {count} layers.", f"Give numbers from 0 to {count - 1}."
         )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multihead.errors import ArgumentError, InputError, ShapeError
+from multihead.errors.given import check_path
 from multihead.files import check_writable, write_atomically
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language
@@ -140,6 +141,7 @@ def write_report(
     ...     write_report(seen, Path(folder) / "report.html").mode
     'whole'
     """
+    check_path("path", path)
     path = Path(path)
     _check_arguments(record, path, sample, max_bytes, lang)
     texts = texts_of_record(record, sample)

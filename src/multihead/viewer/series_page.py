@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
+from multihead.errors.given import check_path
 from multihead.files import write_atomically
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language, section, text
@@ -62,6 +63,7 @@ def film_of_series(series: TimeSeries, *, lang: str = "en", height: int = 720) -
 
 def write_series_page(series: TimeSeries, path: str | os.PathLike[str], *, lang: str = "en") -> Path:
     """Write the page of a series, completely or not at all; see `TimeSeries.report`."""
+    check_path("path", path)
     write_atomically(path, render_series(series, lang))
     return Path(path)
 

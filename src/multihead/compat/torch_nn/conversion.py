@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import ArgumentError
+from multihead.errors.given import reject_given
 from multihead.layer import MultiHeadAttention
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
@@ -29,6 +30,13 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     >>> torch.allclose(from_torch(original)(x), original(x, x, x)[0], atol=1e-6)
     True
     """
+    if not isinstance(module, nn.MultiheadAttention):
+        reject_given(
+            "module",
+            module,
+            "an nn.MultiheadAttention",
+            "Give such a layer; multihead.compat.torch_nn.replace(model) takes a model with many of them.",
+        )
     out = module.out_proj
     layer = MultiHeadAttention(
         module.embed_dim,

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from multihead.compat.torch_nn.attention import MultiheadAttention, set_fused_path
+from multihead.errors.given import check_module
 from multihead.tensors.undo import Undo
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -83,6 +84,7 @@ def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
     >>> replaced.restore() is encoder
     True
     """
+    check_module(model)
     if not inplace:
         shared = chain(model.parameters(), model.buffers())
         model = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from multihead.errors.given import check_path
 from multihead.export.onnx.context import ExportContext
 from multihead.export.onnx.forward import add_layer_nodes
 from multihead.export.onnx.graph import Graph
@@ -105,6 +106,7 @@ def save(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(layer, f"{folder}/layer.onnx", inputs=("x", "lengths"))
     """
+    check_path("path", path)
     check_writable([os.fspath(path)])
     model = to_model(
         layer, inputs=inputs, mask=mask, query_start=query_start, opset=opset, batch=batch, queries=queries, keys=keys
