@@ -9,7 +9,8 @@ way a user selects an attention, one of them is called:
   `from_pretrained`, `from_config` or the class itself creates it, and before weights are loaded;
 - `PreTrainedModel.set_attn_implementation` changes the attention of a loaded model.
 
-The wrapped methods change nothing if another attention is selected.
+The wrapped methods change nothing if another attention is selected. Each `nn.MultiheadAttention` of a model that
+selects ours becomes the drop-in, as in `mh.use`, until another attention is selected.
 
 The methods are wrapped because transformers has no hook for such a check, and a model that never looks up the name
 never calls our code.
@@ -21,6 +22,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from torch import nn
+
+from multihead.compat.torch_nn.replace import can_replace, set_drop_in
 from multihead.models.config_in_use import NAME_ATTRIBUTE, configurations_of, hold_original_configurations
 from multihead.models.coverage import (
     IMPLEMENTATION_NAME,
@@ -53,6 +57,7 @@ def reject_unsupported_models() -> None:
     def checked_post_init(model: Any) -> None:
         hold_original_configurations(model)
         _check_attention_interface(model, selects_our_attention)
+        _choose_drop_ins(model)
         post_init(model)
 
     @wraps(set_implementation)
@@ -72,6 +77,7 @@ def reject_unsupported_models() -> None:
                 setattr(config, NAME_ATTRIBUTE, IMPLEMENTATION_NAME)
             elif id(config) not in requested and selects_our_attention(config):
                 setattr(config, NAME_ATTRIBUTE, getattr(model.config, NAME_ATTRIBUTE))
+        _choose_drop_ins(model)
 
     kind.__init__, kind.post_init = checked_init, checked_post_init
     kind.set_attn_implementation = checked_set_implementation
@@ -90,7 +96,19 @@ def _check_attention_interface(model: Any, is_requested: Callable[[Any], bool]) 
     models = pretrained_models(model)
     wanting = {name for name, part in models.items() if is_requested(part.config)}
     if wanting:
-        require_attention_interface(model, lambda name: innermost_model(name, models) in wanting)
+        replaced = {name for name, module in model.named_modules() if can_replace(module)}
+        require_attention_interface(
+            model, lambda name: innermost_model(name, models) in wanting and name not in replaced
+        )
+
+
+def _choose_drop_ins(model: nn.Module) -> None:
+    """Make each nn.MultiheadAttention of a model that selects our attention a drop-in, and restore all others."""
+    models = pretrained_models(model)
+    for name, module in model.named_modules():
+        if can_replace(module) and (around := innermost_model(name, models)) is not None:
+            part: Any = models[around]
+            set_drop_in(module, is_drop_in=selects_our_attention(part.config))
 
 
 def _requested_implementations(config: Any, request: Any) -> dict[int, Any]:

@@ -106,8 +106,22 @@ def replace(model: Model, *, inplace: bool = False) -> Replaced[Model]:
 def replace_until_undone(undo: Undo, model: nn.Module) -> None:
     """Replace every nn.MultiheadAttention of a model in place, until `undo` restores them."""
     # A module may be a drop-in already, from an earlier use that ends before this one.
-    found = (each for each in model.modules() if type(each) in (nn.MultiheadAttention, MultiheadAttention))
-    _make_drop_ins((each for each in found if "forward" not in each.__dict__), undo)
+    _make_drop_ins(filter(can_replace, model.modules()), undo)
+
+
+def can_replace(module: nn.Module) -> bool:
+    """Whether a module is an nn.MultiheadAttention, or a drop-in, with the forward of its class."""
+    return type(module) in (nn.MultiheadAttention, MultiheadAttention) and "forward" not in module.__dict__
+
+
+def set_drop_in(module: Any, *, is_drop_in: bool) -> None:
+    """Make an nn.MultiheadAttention a drop-in for good, or restore a module that this function made one."""
+    if is_drop_in and type(module) is nn.MultiheadAttention:
+        module.__dict__["was_made_drop_in"] = True
+        module.__class__ = MultiheadAttention
+    elif not is_drop_in and module.__dict__.pop("was_made_drop_in", False):
+        module.__class__ = nn.MultiheadAttention
+    set_fused_path(module)
 
 
 def _make_drop_ins(modules: Iterable[Any], undo: Undo) -> None:
