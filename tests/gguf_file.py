@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import pre_tokenizers
+from torch import Tensor
 
 
 def written(file: Path, *, heads: int = 4, kv_heads: int = 2, layers: int = 2) -> Path:
@@ -46,6 +49,61 @@ def written(file: Path, *, heads: int = 4, kv_heads: int = 2, layers: int = 2) -
         tensors |= {f"blk.{layer}.{name}": tensor for name, tensor in (of_layer | norms).items()}
     for name, tensor in tensors.items():
         writer.add_tensor(f"{name}.weight", tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def saved(file: Path, model: Any, architecture: str, entries: Mapping[str, Any], **tensors: Tensor) -> Path:
+    """Write a model of transformers as llama.cpp's converter does: sizes, some entries, and all parameters.
+
+    Args:
+        file: the file to write.
+        model: the model.
+        architecture: the name of its architecture in such files.
+        entries: entry without the prefix -> value; an entry with a dot at its start has no prefix to add.
+        tensors: further tensors, "__" in place of a dot in their names.
+    """
+    from gguf import MODEL_ARCH_NAMES, GGUFWriter, TokenType, get_tensor_name_map
+
+    config, tokens = model.config, [*sorted(pre_tokenizers.ByteLevel.alphabet())][: model.config.vocab_size]
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    writer = GGUFWriter(file, architecture)
+    sizes = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": layers,
+        "feed_forward_length": getattr(config, "intermediate_size", 4 * config.hidden_size),
+        "attention.head_count": heads,
+        "vocab_size": config.vocab_size,
+    }
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.NORMAL] * len(tokens))
+    writer.add_token_merges(["a t"])
+    for name, value in {**sizes, **entries}.items():
+        key = name[1:] if name.startswith(".") else f"{architecture}.{name}"
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add[type(value)](key, value)
+    (number,) = (each for each, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(number, layers)
+    for name, parameter in model.named_parameters():
+        found, tensor = names.get_name(name, try_suffixes=(".weight", ".bias")), parameter.detach().float()
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            rows = heads if "q_proj" in name else config.num_key_value_heads
+            tensor = tensor.unflatten(0, (rows, 2, -1)).transpose(1, 2).flatten(0, 2)  # pairs side by side
+        if architecture in ("gemma2", "gemma3", "nemotron") and "norm" in name and name.endswith(".weight"):
+            tensor = tensor + 1
+        if architecture == "gpt2" and tensor.dim() == 2 and ".h." in name:
+            tensor = tensor.T
+        writer.add_tensor(found, tensor.contiguous().numpy())
+    for name, tensor in tensors.items():
+        writer.add_tensor(name.replace("__", "."), tensor.float().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

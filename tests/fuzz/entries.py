@@ -51,5 +51,6 @@ ENTRIES = {
     "ranks": Entry(ranks.ranks, 2, 8, seconds=5.0),
     "damaged census": Entry(files.damaged_census, 1, 4, seconds=5.0),
     "continued census": Entry(files.continued_census, 1, 4, seconds=5.0),
+    "gguf": Entry(models.gguf_file, 1, 4, seconds=5.0),
     "weights": Entry(calls.weights, 6, 150, moves=True),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -51,6 +52,56 @@ def hugging_face(draw: Draw) -> None:
     _compare("output", found[rows], exact[0][rows], plain[0][rows])
     if seen is not None and padding == "none" and seen.layers[0].running_summary is None:
         _compare_weights(name, seen, exact, plain)
+
+
+def gguf_file(draw: Draw) -> None:
+    """A GGUF file with a drawn scaling of positions; its frequencies are computed apart, in float64."""
+    import tempfile
+    from pathlib import Path
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from multihead.models.loading import load
+    from tests.gguf_file import saved
+
+    kind = draw.pick("kind", "none", "linear", "yarn", "factors", "linear and factors", "no type")
+    factor, base = draw.pick("factor", 1.0, 1.5, 4.0, 32.0), draw.pick("base", 100.0, 10000.0, 500000.0)
+    original, more = draw.pick("original", 32, 64, 100), draw.pick("attn_factor", 1.0, 0.5, 1.3)
+    head_dim = draw.pick("head_dim", 8, 16)
+    draw.notes |= {"scaling": kind, "factor": factor, "base": base, "original": original, "attn_factor": more}
+    frequencies = base ** -(torch.arange(0, head_dim, 2).double() / head_dim)
+    divisors = 1 + 7 * torch.rand(head_dim // 2, generator=draw.generator("divisors")).double()
+    entries: dict[str, Any] = {"attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5}
+    entries |= {"rope.freq_base": base, "attention.key_length": head_dim, "attention.value_length": head_dim}
+    if kind in ("none", "linear", "yarn"):
+        entries |= {"rope.scaling.type": kind, "rope.scaling.factor": factor, "rope.scaling.attn_factor": more}
+        entries["rope.scaling.original_context_length"] = original
+    elif kind != "factors":
+        entries["rope.scaling.factor"] = factor
+    magnitude, right = more if kind in ("none", "linear", "yarn") else 1.0, frequencies
+    if kind in ("linear", "linear and factors", "no type"):
+        right = right / factor
+    if "factors" in kind:
+        right = right / divisors.float().double()
+    if kind == "yarn":
+        low, high = (
+            head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (32.0, 1.0)
+        )
+        low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
+        ramp = ((torch.arange(head_dim // 2).double() - low) / (high - low if high > low else 0.001)).clamp(0, 1)
+        right = frequencies * (ramp / factor + 1 - ramp)
+        magnitude *= 0.1 * math.log(factor) + 1
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, vocab_size=64, head_dim=head_dim, num_key_value_heads=2, max_position_embeddings=256)
+    )
+    tensors = {"rope_freqs__weight": divisors} if "factors" in kind else {}
+    with tempfile.TemporaryDirectory() as folder:
+        loaded: Any = load(str(saved(Path(folder) / "model.gguf", model, "llama", entries, **tensors))).model
+    rotary = loaded.rotary_emb
+    off = float((rotary.inv_freq.double() / right - 1).abs().max())
+    if off > 1e-5 or abs(rotary.attention_scaling / magnitude - 1) > 1e-5:
+        raise Mismatch(f"rotary frequencies are {off:.2g} off, and their factor is {rotary.attention_scaling}")
 
 
 def sharp_model(draw: Draw, name: str) -> Any:

@@ -140,7 +140,7 @@ class TestGguf:
         (package / "__init__.py").write_text("raise RuntimeError('a package is looked at, and not run')")
         (package / "model.gguf").write_bytes(file.read_bytes())
         monkeypatch.syspath_prepend(tmp_path)
-        assert load("carries-a-gguf").title == "carries-a-gguf"
+        assert load("carries-a-gguf").title == "model"
 
     def test_one_of_several_in_a_folder_has_to_be_named(self, file: Path, tmp_path: Path) -> None:
         for name in ("b.gguf", "a.gguf"):

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import ArgumentError, InputError, ModelError
+from multihead.errors import ArgumentError, InputError, ModelError, MultiheadError
 from multihead.errors.arguments import join_first
 from multihead.errors.given import reject_as_text
 from multihead.errors.optional import require
-from multihead.models.claims import check_configured_sizes, read_gguf_layer_counts
+from multihead.models.claims import check_configured_sizes
+from multihead.models.gguf import GGUFHeader, configure_attention, read_gguf_header, reject_unread_tensors
 from multihead.models.source import FoundModel, find_model, hub_access, local_path, unknown_model_error
 from multihead.models.tokens import name_tokens
 from multihead.tensors.undo import Undo
@@ -81,6 +82,7 @@ class ModelDescription:
         tokenizer: the tokenizer of transformers, or None where the model has none.
         found_model: the model that the MODEL argument names.
         pretrained_arguments: keyword arguments of transformers' `from_pretrained` that identify the model.
+        gguf_header: the header of a GGUF file, for a model in one.
     """
 
     name: str
@@ -89,6 +91,7 @@ class ModelDescription:
     tokenizer: Any
     found_model: FoundModel
     pretrained_arguments: dict[str, str]
+    gguf_header: GGUFHeader | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,9 +232,12 @@ def describe(model: str | FoundModel, *, stage: ReportStage | None = None) -> Mo
     transformers = _import_transformers()
     source = _from_pretrained_arguments(found)
     with silence_transformers(), hub_access(online=found.online):
-        check_configured_sizes(found.name, _read_sizes(transformers, source))
+        header = _read_header(source)
+        check_configured_sizes(found.name, _read_sizes(transformers, source) if header is None else header.of_model)
         with _explain_reading(found, source):
             config = transformers.AutoConfig.from_pretrained(**source, trust_remote_code=False)
+            if header is not None:
+                configure_attention(config, header)
         # A configuration, or a nested one, may name a kernel of the Hugging Face hub, which is code that must not run.
         config._attn_implementation = None  # noqa: SLF001 - an argument would not override the file
         (stage or (lambda name: None))("tokenizer")
@@ -239,7 +245,7 @@ def describe(model: str | FoundModel, *, stage: ReportStage | None = None) -> Mo
     # If the files of a tokenizer are missing, transformers creates one with special tokens only.
     if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_ids):
         tokenizer = None
-    return ModelDescription(found.name, _title_of_model(found), config, tokenizer, found, source)
+    return ModelDescription(found.name, _title_of_model(found), config, tokenizer, found, source, header)
 
 
 def family_head(model: DescribedModel) -> OutputHead | None:
@@ -497,7 +503,9 @@ def _title_of_model(found: FoundModel) -> str:
     path = local_path(found.name)
     if path == found.file:
         return path.stem
-    return path.resolve().name if path == found.file.parent else found.name
+    if path == found.file.parent:
+        return path.resolve().name
+    return found.name if found.file.name == "config.json" else found.file.stem  # which says more than a package's name
 
 
 def _model_classes(auto_class: str) -> Any:
@@ -550,6 +558,8 @@ def _load_weights(described: ModelDescription, dtype: str, head: OutputHead | No
     with _explain_reading(described.found_model, described.pretrained_arguments):
         auto_class = getattr(_import_transformers(), fitting[0])
         network, report = auto_class.from_pretrained(**described.pretrained_arguments, **options)
+        if described.gguf_header is not None:
+            reject_unread_tensors(network, described.gguf_header)
     # weights that are tied to others are not among the missing keys
     if head is not None and report["missing_keys"]:
         missing = join_first(sorted(report["missing_keys"]), _MAX_LISTED_MISSING_WEIGHTS)
@@ -569,6 +579,8 @@ def _explain_reading(found: FoundModel, source: dict[str, str]) -> Iterator[None
     """
     try:
         yield
+    except MultiheadError:
+        raise
     except Exception as error:  # a broken file can raise any error
         message = str(error)
         if "weights_only" in message or "Weights only load failed" in message:
@@ -591,12 +603,19 @@ def _explain_reading(found: FoundModel, source: dict[str, str]) -> Iterator[None
         raise unknown_model_error(found.name) from error
 
 
-def _read_sizes(transformers: Any, source: dict[str, str]) -> Any:
-    """Return a model's configuration as a dict, or the number of layers in a GGUF file; {} if it cannot be read."""
+def _read_header(source: dict[str, str]) -> GGUFHeader | None:
+    """Return the header of a GGUF file; None for another model, and for a file that transformers will explain."""
+    if "gguf_file" not in source:
+        return None
     try:
-        if "gguf_file" in source:
-            with (Path(source["pretrained_model_name_or_path"]) / source["gguf_file"]).open("rb") as file:
-                return read_gguf_layer_counts(file)
+        return read_gguf_header(Path(source["pretrained_model_name_or_path"]) / source["gguf_file"])
+    except Exception:  # noqa: BLE001 - a broken file can raise any error
+        return None
+
+
+def _read_sizes(transformers: Any, source: dict[str, str]) -> Any:
+    """Return a model's configuration as a dict; {} if it cannot be read."""
+    try:
         return transformers.PretrainedConfig.get_config_dict(**source)[0]
     except Exception:  # noqa: BLE001 - a broken file can raise any error
         return {}
