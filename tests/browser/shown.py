@@ -181,6 +181,16 @@ def percent(text: str) -> float:
     return float(found[1].replace("−", "-")) / 10**power / 100
 
 
+RULES = ("empty-table-header", "region", "aria-allowed-role", "landmark-unique", "skip-link", "target-size")
+"""Rules of axe whose violations are not serious, or that are off, and that a page keeps all the same."""
+
+
+def ruled(page: Page) -> list[str]:
+    """List the violations of `RULES` in a page."""
+    found = Axe().run(page, options={"runOnly": {"type": "rule", "values": list(RULES)}}).response["violations"]
+    return [f"{one['id']}: {each['html'][:120]}" for one in found for each in one["nodes"]]
+
+
 def serious(page: Page, context: str | None = None) -> list[str]:
     """List the serious violations of accessibility that axe finds in a page, or in a part of it."""
     found = Axe().run(page, context=context).response["violations"]

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pypdfium2
 import pytest
 
+from multihead.locale.texts import LANGUAGES
 from multihead.viewer import write_report
 from multihead_lab.page import write_page
 from tests.browser.records import HOSTILE, causal, deep, hostile, repeated, words
-from tests.browser.shown import DESKTOP, SETTLED, Shown, serious
+from tests.browser.shown import DESKTOP, PHONE, SETTLED, Shown, ruled, serious
 from tests.lab.few import few_answers
 
 if TYPE_CHECKING:
@@ -182,10 +183,27 @@ def test_axe_finds_nothing_serious_in_a_file(page: Page, files: dict[str, str], 
     assert serious(page) == []
 
 
+@pytest.mark.parametrize("window", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_landmarks_headings_and_targets_are_right_on_every_page(
+    browser: Browser, tmp_path: Path, window: Any, scheme: Any, lang: str
+) -> None:
+    made = {name: tmp_path / f"{name}.html" for name in ("report", "lab")}
+    write_report(repeated(), made["report"], title="a model", tokens=words(60), lang=lang)
+    write_page(few_answers(), made["lab"], lang=lang)
+    context = browser.new_context(**window | {"color_scheme": scheme}, bypass_csp=True)
+    shown = context.new_page()
+    for address in (made["report"].as_uri(), made["report"].as_uri() + "#a=L1H0", made["lab"].as_uri()):
+        visit(shown, address)
+        assert ruled(shown) == [], address
+    context.close()
+
+
 @pytest.mark.parametrize("place", ["", "#a=L1H0", "#a=L1H0&b=L1H1&v=ab"])
 def test_axe_finds_nothing_serious_in_the_viewer(opened: Opened, place: str) -> None:
     shown = opened("causal", place=place, bypass_csp=True)
-    assert serious(shown.page) == []
+    assert serious(shown.page) + ruled(shown.page) == []
     shown.press("?")
     assert serious(shown.page) == []
 

@@ -304,6 +304,21 @@ def test_a_head_has_several_kinds_and_every_share_its_chance(opened: Opened) -> 
     assert any("induction on random repeats" in text.lower() for text in shown.texts("#defs dt"))
 
 
+def test_a_text_is_one_list_of_words_and_without_received_attention_the_page_says_so(opened: Opened) -> None:
+    shown = opened("other")
+    assert shown.at("#words[role=listbox] [role=option]").count() > 100
+    assert shown.at("#words [role=button]").count() == 0
+    assert shown.at("#words").get_attribute("aria-label") == "The text"
+    note = "The text is not coloured: the attention that each token receives was not recorded."
+    assert shown.text("#textnote") == note + " Choose a word: who looks at it?"
+    assert shown.text("#finds") == "Nothing stands out: no head exceeds chance clearly."
+
+
+def test_a_link_to_a_region_reads_a_query_that_is_in_view(opened: Opened) -> None:
+    shown = opened(place="#a=L1H1&x=100&y=120&n=40")
+    assert 120 <= int(shown.place["q"]) < 160
+
+
 def test_the_first_screen_says_what_a_head_a_query_and_a_key_are(opened: Opened) -> None:
     shown = opened()
     starts = [text.split(" is ")[0] for text in shown.texts(".plain p")]
@@ -349,4 +364,4 @@ def test_a_word_is_reached_and_chosen_with_the_keyboard(opened: Opened) -> None:
     shown.press("ArrowRight", "ArrowRight", "Enter")
     shown.page.wait_for_selector("#looking li")
     assert shown.page.evaluate("document.activeElement.dataset.p") == "2"
-    assert shown.at("#words .tk[aria-pressed=true]").count() == 1
+    assert shown.at("#words [role=option][aria-selected=true]").count() == 1

@@ -27,7 +27,7 @@ USERS = {
     "look": ("cli/look*.py", "viewer/looking.py"),
     "progress": ("cli/progress.py",),
     "view": ("cli/view.py", "cli/serving.py"),
-    "compare": ("cli/compare.py",),
+    "compare": ("cli/compare.py", "record/analysis/changes.py"),
     "ablate": ("cli/ablate.py",),
     "try": ("viewer/trial.py", "viewer/static/try/*.js", "viewer/static/try/*.html"),
     "census": ("cli/census.py",),

@@ -209,6 +209,14 @@ def test_what_changed_between_two_records_is_what_the_record_says(served: Served
     assert [(each["layer"], each["head"], each["divergence"]) for each in body["heads"]] == [
         (each.layer, each.head, pytest.approx(each.divergence, abs=1e-9)) for each in expected
     ]
+    whole = record.changed(other)
+    mean = sum(each.divergence for each in whole) / len(whole)
+    assert body["all"] == len(whole)
+    assert body["sentences"][0].endswith(
+        f"：{len(whole)} 个头，平均散度 {mean:.3f} 奈特（0 为注意力相同，0.693 为没有共同的键）。"
+    )
+    changed = sum(each.kinds_before != each.kinds_after for each in whole)
+    assert body["sentences"][1] == f"{len(whole)} 个头中有 {changed} 个改变了种类。"
     first, name = body["heads"][0], expected[0].largest_difference
     assert first["kinds"] == [list(expected[0].kinds_before), list(expected[0].kinds_after)]
     assert name is not None

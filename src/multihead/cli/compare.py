@@ -96,13 +96,11 @@ def _print_changes(changed: Sequence[ChangedHead], files: tuple[str, str], *, to
     from rich.table import Table
 
     from multihead.kinds import KINDS, kinds_by_name
+    from multihead.record.analysis.changes import summarise_changes
 
     words, by_name = section(lang, "common", "compare"), kinds_by_name(KINDS)
     console = Console(highlight=False)
-    names = {"before": escape_controls(Path(files[0]).name), "after": escape_controls(Path(files[1]).name)}
-    known = [one.divergence for one in changed if one.divergence == one.divergence]
-    mean = f"{sum(known) / max(len(known), 1):.3f}"
-    heads = text("compare.read", lang, **names, heads=len(changed), mean=mean)
+    heads, kinds_changed = summarise_changes(changed, Path(files[0]).name, Path(files[1]).name, lang)
     console.print(heads + "\n", markup=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("head", "divergence", "change", "kinds"):
@@ -114,5 +112,4 @@ def _print_changes(changed: Sequence[ChangedHead], files: tuple[str, str], *, to
         share = "" if change is None else f"{change.label} {change.before} → {change.after}"
         table.add_row(f"L{one.layer} H{one.head}", f"{one.divergence:.3f}", share, both)
     console.print(table)
-    number = sum(one.kinds_before != one.kinds_after for one in changed)
-    click.echo("\n" + text("compare.kinds changed", lang, number=number, heads=len(changed)))
+    click.echo("\n" + kinds_changed)

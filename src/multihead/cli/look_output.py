@@ -82,7 +82,7 @@ def print_heads(
     # With two texts, "the first token" is not one token.
     tokens = run.texts[0].tokens if len(run.texts) == 1 else None
     found = findings(profiles, tokens=tokens, special=run.texts[0].special, lang=lang, among=record.all_kinds)
-    click.echo("\n" + text("look.highlights" if found else "look.no highlights", lang))
+    click.echo("\n" + text("look.highlights" if found else "common.nothing stands out", lang))
     for finding in found:
         console.print(f"  {finding}", markup=False, soft_wrap=True)
 

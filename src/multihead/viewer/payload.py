@@ -14,6 +14,7 @@ from multihead.errors import ArgumentError, ProbeError
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text
 from multihead.probes.catalogue import SEPARATOR_STATISTIC
+from multihead.record.analysis.changes import ChangedHead, summarise_changes
 from multihead.record.analysis.highlights import LayerProfile, findings
 from multihead.record.analysis.roles import roles, rows_with_roles
 from multihead.record.analysis.similar import affordable_queries
@@ -185,7 +186,7 @@ def describe_sample(
     if SEPARATOR_STATISTIC.name in names:  # the first token has a separate column
         names.remove("special_mass")
     columns = [describe_column(record.statistic(name), lang) for name in names]
-    separator = _sole_special_token(main)
+    separator = _sole_special_token(main.tokens, main.special)
     for one in columns:
         if one["id"] == SEPARATOR_STATISTIC.name and separator:
             one["label"] = separator
@@ -298,10 +299,19 @@ def changed_heads(
     queries = affordable_queries(2 * sum(one.num_keys * one.num_heads for one in ones))
     try:
         found = before.record.changed(
-            after.record, sample=sample, top=top, queries=queries, progress=lambda *_: raise_if_cancelled(is_cancelled)
+            after.record, sample=sample, queries=queries, progress=lambda *_: raise_if_cancelled(is_cancelled)
         )
     except (ArgumentError, ProbeError) as error:
         return {"every": 1, "heads": [], "error": str(error)}
+    read = sample_of_main_text(before.record, sample).text
+    separator = _sole_special_token(read.tokens, read.special)
+
+    def describe_change(one: ChangedHead) -> dict[str, str] | None:
+        change = one.change(lang)
+        if change is not None and separator and one.largest_difference == SEPARATOR_STATISTIC.name:
+            change = change._replace(label=separator)  # as in the table of all heads
+        return None if change is None else change._asdict()
+
     return {
         "every": max(-(-one.num_queries // queries) for one in ones),
         "heads": [
@@ -310,10 +320,12 @@ def changed_heads(
                 "head": one.head,
                 "divergence": round_for_json(one.divergence),
                 "kinds": [one.kinds_before, one.kinds_after],
-                "change": None if (change := one.change(lang)) is None else change._asdict(),
+                "change": describe_change(one),
             }
-            for one in found
+            for one in found[:top]
         ],
+        "all": len(found),
+        "sentences": summarise_changes(found, before.name, after.name, lang),
     }
 
 
@@ -431,9 +443,9 @@ def _attention_received_per_token(
     return round_all_for_json(total / heads) if heads else None
 
 
-def _sole_special_token(main: PageText) -> str:
+def _sole_special_token(tokens: Sequence[str] | None, special: Sequence[bool] | None) -> str:
     """Return the special token that occurs after the first position, if only one such token does; else ""."""
-    marked = zip(main.tokens or (), main.special or (), strict=False)
+    marked = zip(tokens or (), special or (), strict=False)
     found = {token for token, mark in list(marked)[1:] if mark}
     return escape_controls(found.pop()) if len(found) == 1 else ""
 

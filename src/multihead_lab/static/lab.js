@@ -56,7 +56,7 @@ function show(box, task, chosen) {
     textContent: headsName(one.heads), 'aria-pressed': String(one.heads === chosen),
     onclick: () => { show(box, task, one.heads); box.querySelector('[aria-pressed=true]').focus(); },
   })));
-  const scroll = el('div', { className: 'scroll', tabIndex: 0, role: 'region', 'aria-label': headsName(chosen) }, grid);
+  const scroll = el('div', { className: 'scroll', tabIndex: 0, role: 'region', 'aria-label': `${document.getElementById('h-' + task.name).textContent} ${headsName(chosen)}` }, grid);
   box.dataset.heads = chosen;
   document.querySelector(`[data-note="${task.name}"]`).textContent = task.note;
   box.replaceChildren(el('div', { className: 'bar' }, choice, ramp()), scroll, line);

@@ -13,8 +13,8 @@ from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
 from multihead.kinds import KINDS, Kind
 from multihead.locale.escaping import escape_controls
-from multihead.locale.texts import statistic_label
-from multihead.probes.catalogue import statistic
+from multihead.locale.texts import statistic_label, text
+from multihead.probes.catalogue import SEPARATOR_STATISTIC, statistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
 from multihead.record.analysis.chance import Progress
 from multihead.record.analysis.highlights import LayerProfile, layer_profiles
@@ -71,6 +71,9 @@ class ChangedHead(HeadOfLayer):
             name: abs(value)
             for name, value in self.differences.items()
             if (shown := statistic(name, self.statistics)).number_format == SHARE_FORMAT
+            and not (
+                name == "special_mass" and SEPARATOR_STATISTIC.name in self.differences
+            )  # the first token has its own
             and not math.isnan(value)
             and shown.text(self.before[name]) != shown.text(self.after[name])
         }
@@ -177,6 +180,18 @@ def changes(
         ]
     # NaN has no order, so heads without finite weights are sorted last explicitly.
     return HeadList(sorted(found, key=lambda each: (math.isnan(each.divergence), -each.divergence))[:top])
+
+
+def summarise_changes(found: Sequence[ChangedHead], before: str, after: str, lang: str) -> tuple[str, str]:
+    """Return two sentences about all heads of two runs: their mean divergence, and how many changed their kinds."""
+    known = [one.divergence for one in found if not math.isnan(one.divergence)]
+    names = {"before": escape_controls(before), "after": escape_controls(after)}
+    mean = f"{sum(known) / max(len(known), 1):.3f}"
+    number = sum(one.kinds_before != one.kinds_after for one in found)
+    return (
+        text("compare.read", lang, **names, heads=len(found), mean=mean),
+        text("compare.kinds changed", lang, number=number, heads=len(found)),
+    )
 
 
 def _means_of_head(profile: LayerProfile, head: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ addLegend(D.legend);
 export const state = { kind: '', id: D.columns[0].id, chosen: false, of: 'mean', shows: 'A', order: TWO ? '-divergence' : 'head', lit: 0 };
 
 export const LIST = new HeadList(D.layers);
+if (D.findings.length) state.lit = Math.max(0, LIST.index(D.findings[0].layer, D.findings[0].head));  // the inspector opens on what is found
 export const kindsOf = (i, run = 0) => D.runs[run].kinds[i] ?? [];  // none where chance is unknown
 // The page of a head opens on the statistic that the reader chose, else on the head's own.
 export const addressOf = (i, id = state.chosen ? state.id : D.own[i]) => `#L${LIST.heads[i].l}H${LIST.heads[i].h}/${id}`;

@@ -29,7 +29,7 @@ export function drawHeads(box, list, shape, cell, finish = () => {}) {
   box.classList.toggle('small', size < 30);
   box.classList.toggle('roles', hasRoles(list));
   // Each column of layers has its own heading; screen readers read the first one.
-  const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader', 'aria-label': translate('layer column') } : {}),
+  const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader' } : {}, ...(first ? [el('span', { className: 'vh', textContent: translate('layer column') })] : [])),
     ...Array.from({ length: list.widest }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : letter('H') + h })));
   list.layers.forEach((layer, place) => {
     if (place % perColumn === 0) rows.push(heading(!place));

@@ -48,20 +48,22 @@ export function setText(box, text, from, to) {
   return spans;
 }
 
-// Make the tokens of a box buttons with one tab stop: choose(p) is called with the token that is clicked, or kept with Enter or
-// Space; the arrow keys move. labels: the names of the tokens, because a line break has no text; chosen: the pressed one, or -1.
-export function choosable(box, spans, labels, chosen, choose) {
+// Make a box a list of its tokens, of which one may be chosen, with one tab stop; choose(p) is called with the token that is clicked, or kept with Enter or
+// Space; the arrow keys move. label: the name of the list; labels: the names of the tokens, because a line break has no text; chosen: the chosen one, or -1.
+export function choosable(box, spans, label, labels, chosen, choose) {
+  for (const [name, value] of Object.entries({ role: 'listbox', 'aria-orientation': 'horizontal', 'aria-label': label })) box.setAttribute(name, value);
   spans.forEach((span, p) => {
     span.classList.add('asks');
     span.classList.toggle('on', p === chosen);
-    span.setAttribute('role', 'button');
+    span.setAttribute('role', 'option');
     span.setAttribute('aria-label', labels[p]);
-    span.setAttribute('aria-pressed', String(p === chosen));
+    span.setAttribute('aria-selected', String(p === chosen));
     span.tabIndex = p === Math.max(0, chosen) ? 0 : -1;
   });
   box.onclick = event => { const span = event.target.closest('.asks'); if (span) choose(+span.dataset.p); };
   box.onkeydown = event => {
-    const span = event.target.closest('.asks'), next = span && spans[spans.indexOf(span) + { ArrowRight: 1, ArrowLeft: -1 }[event.key]];
+    const span = event.target.closest('.asks'), place = spans.indexOf(span);
+    const next = span && spans[{ ArrowRight: place + 1, ArrowLeft: place - 1, ArrowDown: place + 1, ArrowUp: place - 1, Home: 0, End: spans.length - 1 }[event.key]];
     if (next) { span.tabIndex = -1; next.tabIndex = 0; next.focus(); }
     if (span && /^(Enter| )$/.test(event.key)) choose(+span.dataset.p);
     if (next || (span && /^(Enter| )$/.test(event.key))) { event.preventDefault(); event.stopPropagation(); }

@@ -30,7 +30,7 @@ export function drawWords(choose) {
   const losses = tokens.map(one => one.loss).filter(known), top = roundedUp(Math.max(LEAST, ...losses));
   const moved = tokens.map((one, p) => known(one.loss) && known(change.losses?.[p]) ? change.losses[p] - one.loss : null), end = roundedUp(Math.max(LEAST, ...moved.filter(known).map(Math.abs)));
   const labels = tokens.map((one, p) => [layout.labels[p], known(one.loss) ? translate('loss of token', { loss: one.loss.toFixed(2) }) : '', moved[p] && state.heads.size ? translate('change of token', { change: signed(moved[p], 2) }) : ''].filter(Boolean).join(translate('join.comma')));
-  choosable(box, spans, labels, chosen(), choose);
+  choosable(box, spans, translate('the text'), labels, chosen(), choose);
   spans.forEach((span, p) => {
     span.classList.toggle('judged', known(tokens[p].loss));
     span.style.setProperty('--loss', known(tokens[p].loss) ? rgb('ink', tone('linear', tokens[p].loss, top)) : 'transparent');

@@ -1,6 +1,7 @@
 // What changed between two records, which the page opens with: the heads ranked by divergence.
 import { $, el, translate, waitingNote } from '../shared/dom.js';
 import { kindNames, kindTags } from '../shared/kinds.js';
+import { count } from '../shared/numbers.js';
 import { json, sampleAt } from './api.js';
 import { toBoth } from './permalink.js';
 import { view } from './record.js';
@@ -27,7 +28,7 @@ export function changed(record) {
   if (kept.has(key)) show(record, kept.get(key)); else rank();
 }
 
-function show(record, { heads, every, error }) {
+function show(record, { heads, every, sentences, all, error }) {
   if (!heads.length) { $('changed').replaceChildren(el('p', { className: 'note', role: 'status', textContent: error || translate('no changed') })); return; }
   const most = Math.max(...heads.map(one => one.divergence ?? 0)) || 1;
   const columns = [['head column', 't'], ['divergence column', ''], ['largest change', 't'], ['kinds column', 't']].map(([key, name]) => el('th', { scope: 'col', className: name, textContent: translate(key) }));
@@ -38,6 +39,6 @@ function show(record, { heads, every, error }) {
       el('td', { className: 't', textContent: one.change ? translate('changed statistic', one.change) : '' }),
       el('td', { className: 't' }, kindTags(before), ...(kindNames(before) === kindNames(after) ? [] : [' → ', kindTags(after)])));
   });
-  const note = every > 1 ? [el('p', { className: 'note', textContent: translate('changed every', { n: every }) })] : [];
-  $('changed').replaceChildren(el('table', { className: 'every' }, el('caption', { className: 'vh', textContent: translate('changed') }), el('thead', {}, el('tr', {}, ...columns)), el('tbody', {}, ...rows)), ...note);
+  const notes = [...(heads.length < all ? [translate('changed shown', { n: count(heads.length), all: count(all) })] : []), translate('changed bars', { n: most.toFixed(3) }), ...(every > 1 ? [translate('changed every', { n: every })] : [])];
+  $('changed').replaceChildren(...sentences.map(sentence => el('p', { textContent: sentence })), el('table', { className: 'every' }, el('caption', { className: 'vh', textContent: translate('changed') }), el('thead', {}, el('tr', {}, ...columns)), el('tbody', {}, ...rows)), el('p', { className: 'note', textContent: notes.join(translate('join.sentences')) }));
 }

@@ -16,7 +16,7 @@ export function clamp(layer) {
   state.n = clamped(state.n > 0 ? state.n : max, Math.min(MIN_KEYS, max), max);
   state.x = clamped(state.x, 0, Math.max(0, layer.keys - state.n));
   state.y = clamped(state.y, 0, Math.max(0, layer.queries - state.n / aspect));
-  state.q = Math.floor(clamped(state.q >= 0 ? state.q : layer.queries * .6, 0, layer.queries - 1));
+  state.q = Math.floor(clamped(state.q >= 0 ? state.q : state.y + Math.min(layer.queries, state.n / aspect) * .6, 0, layer.queries - 1));
 }
 
 // The part of the map in view: n keys across and as many queries as the pane is high.

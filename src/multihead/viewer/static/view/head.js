@@ -127,7 +127,7 @@ function exportLinks() {
 
 // ---- the pointer: hover, drag, wheel, pinch, double click
 const fingers = new Map();
-let drag = null, pinch = 0;
+let drag = null, pinch = null;
 const at = event => {
   const box = $('map').getBoundingClientRect();
   for (const pane of shown.panes) { const cell = cellAt(pane, event.clientX - box.left, event.clientY - box.top); if (cell) return cell; }
@@ -142,7 +142,7 @@ export function listen() {
     fingers.set(event.pointerId, event);
     map.setPointerCapture(event.pointerId);
     drag = fingers.size === 1 ? { X: event.clientX, Y: event.clientY, x: state.x, y: state.y, moved: false } : null;
-    pinch = 0;
+    pinch = null;
   };
   map.onpointermove = event => {
     if (!scene) return;
@@ -181,10 +181,15 @@ function dragged(event) {
 }
 
 function pinched() {
-  const [one, two] = [...fingers.values()], apart = Math.hypot(one.clientX - two.clientX, one.clientY - two.clientY);
+  const [one, two] = [...fingers.values()], pane = shown.panes[0], now = { apart: Math.hypot(one.clientX - two.clientX, one.clientY - two.clientY), clientX: (one.clientX + two.clientX) / 2, clientY: (one.clientY + two.clientY) / 2 };
   drag = null;
-  if (pinch) { zoom(pinch / apart, scene.layer, at({ clientX: (one.clientX + two.clientX) / 2, clientY: (one.clientY + two.clientY) / 2 })); redraw(); }
-  pinch = apart;
+  if (pinch) {
+    state.x -= (now.clientX - pinch.clientX) / pane.x;
+    state.y -= (now.clientY - pinch.clientY) / pane.y;
+    zoom(pinch.apart / now.apart, scene.layer, at(now));
+    redraw();
+  }
+  pinch = now;
 }
 
 // ---- actions of the buttons and the keys

@@ -61,6 +61,7 @@ function show(shown, second, wasHead) {
   showKind(!all);
   for (const part of root.querySelectorAll('.ofmap')) part.hidden = all;
   $('home').href = toAll();
+  $('skip').href = all ? '#grid' : '#map';
   bar();
   entitle((all ? '' : record.short(record.index(state.a.l, state.a.h)) + ' · ') + record.title + ' · multihead');
   if (all) {

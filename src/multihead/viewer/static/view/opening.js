@@ -28,7 +28,7 @@ export function openingText(shown = record) {
   if (to < text.shown.length) box.append(' …');
   box.classList.toggle('folded', long && !unfolded);
   // A text that scrolls can be reached with the keyboard.
-  for (const [name, value] of Object.entries({ role: 'region', tabindex: '0', 'aria-label': translate('the text') })) if (long && unfolded) box.setAttribute(name, value); else box.removeAttribute(name);
+  for (const [name, value] of Object.entries({ role: 'region', tabindex: '0', 'aria-label': translate('the text') })) if (long && unfolded && !asks()) box.setAttribute(name, value); else box.removeAttribute(name);
   $('unfold').hidden = !long;
   $('unfold').textContent = unfolded ? translate('less text') : translate('whole text', { tokens: count(text.shown.length) });
   $('unfold').onclick = () => { unfolded = !unfolded; openingText(); };
@@ -41,10 +41,10 @@ export function openingText(shown = record) {
     });
     if (top >= 0) notes.push(translate('painted', { token: quoted(text.labels[top]), share: percent(received[top]) }), ...(state.scale === 'log' ? [] : [translate('scale.end', { end: exact(end) })]));
     if (!hidden) notes.push(translate('first hidden', { token: quoted(text.labels[0]), share: percent(received[0]) }));
-  }
+  } else notes.push(translate('unpainted'));
   if (text.flags.some(flag => flag & UNKNOWN)) notes.push(translate('unknown'));
   if (asks()) {
-    choosable(box, spans, text.labels, chosen, p => {
+    choosable(box, spans, translate('the text'), text.labels, chosen, p => {
       chosen = p === chosen ? -1 : p;
       openingText();
       $('words').querySelector(`[data-p="${p}"]`).focus();

@@ -3,7 +3,7 @@
 import { $, el, NBSP, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
 import { alignmentTag, kindChips, kindTags, pathLine } from '../shared/kinds.js';
-import { colourOf } from '../shared/kindlist.js';
+import { colourOf, isOutline } from '../shared/kindlist.js';
 import { blockNote, cellNote, scaleChoice, tickedRamp } from '../shared/legend.js';
 import { definitions, numbersTable } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
@@ -61,9 +61,10 @@ function later() {
 }
 
 function findings() {
-  $('findsec').hidden = !record.findings.length;
+  $('findsec').hidden = false;
+  if (!record.findings.length) { $('finds').replaceChildren(el('li', { textContent: translate('nothing stands out') })); return; }
   $('finds').replaceChildren(...record.findings.map(({ layer, head, sentence, count: number }) => {
-    const i = record.index(layer, head), words = el('p', {}, el('b', { textContent: record.long(i) }), translate('join.sentences') + sentence, el('small', { textContent: number }));
+    const i = record.index(layer, head), words = el('p', {}, el('b', { textContent: record.long(i) }), translate('join.sentences') + sentence, el('small', { textContent: [number, ...(isOutline(record.kinds[i]) ? [translate('map of text')] : [])].filter(Boolean).join(translate('join.parts')) }));
     return el('li', {}, el('a', { href: toHead(record.run, record.sample, layer, head) }, el('span', { className: 'framed', k: record.kinds[i] }, thumb(record, i, 56)), words));
   }));
 }
