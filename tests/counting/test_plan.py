@@ -203,7 +203,7 @@ class TestProbes:
     def test_a_census_is_continued_with_a_warning_where_functions_cannot_be_compared(
         self, plan: Plan, tmp_path: Path, *, known_before: bool
     ) -> None:
-        unknown = iter(())
+        unknown = (each for each in ())
         mine = identity_of_probe(probes.Probe("mine", lambda parts: (parts, unknown), {"entropy"}))
         assert mine.pop("function") is None
         first = mine if not known_before else {**mine, "function": "a hash"}  # a census of before has no hash

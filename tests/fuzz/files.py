@@ -46,7 +46,7 @@ def continued_census(draw: Draw) -> None:
     from tests.counting.tiny import bert, jsonl, random_texts, tokenizer
 
     before, after = draw.pick("before", 1.0, 2.0, 0.5), draw.pick("after", 1.0, 2.0, 0.5)
-    place = draw.pick("place", "closure", "default", "constant", "global", "state", "partial")
+    place = draw.pick("place", "closure", "default", "constant", "global", "state", "partial", "class", "static")
     draw.notes |= {"factors": (before, after), "place": place}
     random = draw.stream("shards")
     with tempfile.TemporaryDirectory() as folder:
@@ -85,6 +85,11 @@ def _scaled(factor: float, place: str) -> Callable[[Any], Any]:
         "closure": "def make(factor):\n  return lambda parts: parts[part] * factor\nfound = make(FACTOR)",
         "default": "def found(parts, factor=FACTOR):\n  return parts[part] * factor",
         "constant": f"def found(parts):\n  return parts[part] * {factor}",
+        "class": "class Own:\n  factor = FACTOR\ndef found(parts):\n  return parts[part] * Own.factor",
+        "static": (
+            f"class Own:\n  @staticmethod\n  def of():\n    return {factor}\n"
+            "def found(parts):\n  return parts[part] * Own.of()"
+        ),
         "global": "def found(parts):\n  return parts[part] * FACTOR",
     }
     names: dict[str, Any] = {"FACTOR": factor, "part": part, "__name__": "script"}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,6 +37,29 @@ def closure(by):
 def recursive(n):
     return recursive(n - 1) if n else {power}
 tensor = torch.tensor([1.0, {power}])
+sparse = tensor.to_sparse()
+names = np.array(["a", "{power}"], dtype=object)
+class Settings(enum.Enum):
+    FACTOR = {factor}
+class Numbers(list):
+    pass
+numbers = Numbers()
+numbers.factor = {factor}
+pattern = re.compile("x" * 300 + "{power}")
+class Members:
+    __slots__ = ("state",)
+    factor = {factor}
+    def __init__(self):
+        self.state = {power}
+    @staticmethod
+    def static():
+        return {power}
+    @classmethod
+    def of_class(cls):
+        return {power}
+    @property
+    def by_property(self):
+        return {power}
 """
 KINDS: dict[str, Callable[[dict[str, Any]], Callable[..., object]]] = {
     "constant": lambda all_: all_["recursive"],
@@ -45,12 +71,35 @@ KINDS: dict[str, Callable[[dict[str, Any]], Callable[..., object]]] = {
     "bound method": lambda all_: all_["Scaled"](all_["FACTOR"]).method,
     "partial": lambda all_: partial(all_["helper"], all_["FACTOR"]),
     "tensor": lambda all_: partial(torch.mul, all_["tensor"]),
+    "sparse tensor": lambda all_: partial(torch.mul, all_["sparse"]),
+    "array of objects": lambda all_: partial(torch.mul, all_["names"]),
+    "enumeration": lambda all_: partial(torch.mul, all_["Settings"].FACTOR),
+    "attribute of a list": lambda all_: partial(torch.mul, all_["numbers"]),
+    "pattern": lambda all_: partial(torch.mul, all_["pattern"]),
+    "slot": lambda all_: partial(torch.mul, all_["Members"]()),
+    **{
+        name: lambda all_, name=name: partial(torch.mul, _only_member(all_["Members"], name))
+        for name in ("factor", "static", "of_class", "by_property")
+    },
+    "module": lambda all_: _reads_module(all_["FACTOR"]),
 }
+
+
+def _only_member(kind: type, name: str) -> type:
+    """A class of a script with one of the members."""
+    return type("One", (), {"__module__": "script", name: vars(kind)[name]})
+
+
+def _reads_module(factor: float) -> Callable[[Any], Any]:
+    """A function that reads a value of a module of its own."""
+    settings = ModuleType("settings")
+    settings.FACTOR = factor  # type: ignore[attr-defined]
+    return lambda parts: parts["entropy"] * settings.FACTOR
 
 
 def defined(*, lines: int = 0, factor: float = 2.0, power: int = 2) -> dict[str, Any]:
     """Define the functions of a script, whose first line is further down."""
-    names: dict[str, Any] = {"torch": torch, "__name__": "script"}
+    names: dict[str, Any] = {"torch": torch, "np": np, "enum": enum, "re": re, "__name__": "script"}
     exec(compile("\n" * lines + GLOBAL.format(factor=factor, power=power), f"file-{lines}.py", "exec"), names)
     return names
 
@@ -108,5 +157,5 @@ def test_a_function_of_the_library_is_identified_by_its_name_so_that_no_edit_and
 
 
 def test_a_value_that_cannot_be_described_leaves_a_function_without_an_identity() -> None:
-    numbers = iter(range(3))
+    numbers = (each for each in range(3))
     assert identity_of_function(lambda _: next(numbers)) is None

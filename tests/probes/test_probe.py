@@ -32,7 +32,7 @@ def test_a_probe_shows_its_name_alone() -> None:
 
 def test_probes_are_told_apart_by_what_they_are_made_of() -> None:
     assert mine(of=lambda parts: parts["entropy"] * 1) == mine(of=lambda parts: parts["entropy"] * 1) != mine()
-    unknown = iter(())
+    unknown = (each for each in ())
     reads_iterator = mine(of=lambda parts: (parts, unknown))
     assert reads_iterator == mine(of=reads_iterator.of) != mine(of=lambda parts: (parts, unknown))
     assert mine() != Probe("mine", mine().of, {"sink_mass"})
