@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import multihead as mh
-from tests.browser.shown import Shown
+from tests.browser.shown import Shown, ruled
 from tests.counting.tiny import bert, jsonl, random_texts, saved_bert, tokenizer
 
 if TYPE_CHECKING:
@@ -54,6 +54,20 @@ def shown(browser: Browser, pages: dict[str, Path], checked: Callable[[Shown], S
         return opened.page
 
     return open_page
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_landmarks_headings_and_targets_are_right(
+    browser: Browser, pages: dict[str, Path], width: int, scheme: str
+) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)  # type: ignore[arg-type]
+    page = context.new_page()
+    for name in ("one", "two", "even"):
+        page.goto(pages[name].as_uri())
+        page.wait_for_selector("#rows tr", state="attached")
+        assert ruled(page) == [], name
+    context.close()
 
 
 @pytest.mark.parametrize("width", [1440, 390])

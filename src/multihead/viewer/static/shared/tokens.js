@@ -48,8 +48,9 @@ export function setText(box, text, from, to) {
   return spans;
 }
 
-// Make a box a list of its tokens, of which one may be chosen, with one tab stop; choose(p) is called with the token that is clicked, or kept with Enter or
-// Space; the arrow keys move. label: the name of the list; labels: the names of the tokens, because a line break has no text; chosen: the chosen one, or -1.
+// Make a box a list of its tokens with one tab stop, of which one may be chosen: choose(p) is called with the token that is
+// clicked, or kept with Enter or Space; the arrow keys, Home and End move. label: the name of the list; labels: the names of
+// the tokens, because a line break has no text; chosen: the chosen one, or -1.
 export function choosable(box, spans, label, labels, chosen, choose) {
   for (const [name, value] of Object.entries({ role: 'listbox', 'aria-orientation': 'horizontal', 'aria-label': label })) box.setAttribute(name, value);
   spans.forEach((span, p) => {
