@@ -98,6 +98,28 @@ class TestGeneration:
         expected = self.tokens(model, **self.WAYS[way])
         assert torch.equal(self.tokens(used(name), **self.WAYS[way]), expected)
 
+    @pytest.mark.parametrize("compiled_by", ["generate", "user"])
+    def test_one_graph_serves_all_steps_with_a_static_cache(self, compiled_by: str) -> None:
+        """`generate` makes the mask outside of the compiled forward; a user's graph of the prompt is another one."""
+        torch.compiler.reset()
+        expected = self.tokens(used("llama"), **self.WAYS["static cache"])
+        graphs: list[Any] = []
+
+        def backend(graph: Any, _: list[Tensor], **options: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        model, options = used("llama"), dict(self.WAYS["static cache"])
+        how: Any = hf.CompileConfig(fullgraph=True, dynamic=False, backend=backend)
+        if compiled_by == "generate":
+            how._compile_all_devices = True  # else `generate` compiles on accelerators only
+            options["compile_config"] = how
+        else:
+            model.forward = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=backend)
+            options["disable_compile"] = True
+        assert torch.equal(self.tokens(model, **options), expected)
+        assert len(graphs) == (1 if compiled_by == "generate" else 2)
+
     def test_assisted_by_another_model(self) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(1)

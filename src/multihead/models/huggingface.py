@@ -37,6 +37,9 @@ from multihead.tensors.tracing import constant_in_graphs, is_traced
 from multihead.tensors.undo import Undo
 
 _FULL_MASK, _CAUSAL_MASK = Full(), Causal()
+# Most queries of a step of decoding, with assisted generation too. `generate` makes the mask of a step with a static
+# cache, whose length is a tensor, outside of the compiled forward.
+_MOST_DECODED_TOKENS = 32
 # types of models whose layers concatenate numbers to the mask, which must therefore be additive
 _ADDITIVE_MASK_MODEL_TYPES = frozenset({"deepseek_v4"})
 
@@ -119,8 +122,7 @@ def transformers_attention(
     if "rank_heads" in module.__dict__:  # `parallelize` split the layer
         key, value, s_aux = slice_to_rank(module, query, key, value, s_aux)
     keys = key.shape[2]
-    if isinstance(attention_mask, LazyMask) and attention_mask.extent.keys != keys:
-        attention_mask = attention_mask.select_first_keys(keys)
+    attention_mask = _mask_of_first_keys(attention_mask, keys)
     mask, bias, start = _mask_of_call(module, attention_mask, query.shape[2], keys, is_causal=is_causal)
     if indices is not None or block_indices is not None:
         mask = mask & _mask_of_selection(module, indices, block_indices, query.shape[1], keys)
@@ -146,6 +148,15 @@ def transformers_attention(
         weights = output_attentions.weights_of(request, logsumexp) if returned else None
     # Usually no copy: the output has the strides of q, which is a transposed (batch, queries, heads, head_dim).
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _mask_of_first_keys(attention_mask: Tensor | None, keys: int) -> Tensor | None:
+    """Slice the mask of a call to the first `keys` keys if it is lazy; a compiled graph takes a step's plain tensor."""
+    if not isinstance(attention_mask, LazyMask):
+        return attention_mask
+    if is_traced() and attention_mask.decoded is not None:
+        return attention_mask.decoded
+    return attention_mask if attention_mask.extent.keys == keys else attention_mask.select_first_keys(keys)
 
 
 def _check_arguments(module: nn.Module, cache: object, sinks: Tensor | None, options: dict[str, object]) -> None:
@@ -281,7 +292,10 @@ def transformers_mask(
         mask = Keep(make_dense_mask(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
     elif padding is not None:
         mask = mask & padding_mask(padding)
-    return _mask_in_model_format(LazyMask(mask, extent, padding), options)
+    lazy = LazyMask(mask, extent, padding)
+    if isinstance(q_offset, Tensor) and q_length <= _MOST_DECODED_TOKENS:
+        lazy.decoded = lazy.as_bool_tensor()
+    return _mask_in_model_format(lazy, options)
 
 
 def _mask_in_model_format(mask: Tensor, options: Mapping[str, Any]) -> Tensor:

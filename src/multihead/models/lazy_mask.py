@@ -169,12 +169,15 @@ class LazyMask(BooleanMask):
         extent: numbers of queries and keys, and their positions in the sequence.
         padding: (batch, keys) bool, True = no padding; None if there is no padding mask.
         packing: index of each token in the padded batch, if the batch is one row of packed samples; else None.
+        decoded: the mask as a plain tensor, which a compiled forward reads, so that one graph serves all steps of
+            decoding: the mask and its positions are constants of a graph. None where few graphs would read it.
     """
 
     mask: Mask
     extent: MaskExtent
     padding: Tensor | None
     packing: Packing | None
+    decoded: Tensor | None
 
     def __new__(
         cls, mask: Mask, extent: MaskExtent, padding: Tensor | None = None, packing: Packing | None = None
@@ -182,7 +185,7 @@ class LazyMask(BooleanMask):
         """Create a mask tensor, (batch, 1, queries, keys), without storage."""
         size = (extent.batch, 1, extent.queries, extent.keys)
         made: LazyMask = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=extent.device)  # noqa: SLF001 - torch's documented way
-        made.mask, made.extent, made.padding, made.packing = mask, extent, padding, packing
+        made.mask, made.extent, made.padding, made.packing, made.decoded = mask, extent, padding, packing, None
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -196,7 +199,12 @@ class LazyMask(BooleanMask):
         """Set cells to a Boolean, for all layers that read this mask."""
         changed = self.clone()
         changed[index] = value
-        self.mask, self.packing = Keep(changed.as_bool_tensor()), None  # type: ignore[attr-defined]
+        self.set_cells(changed.as_bool_tensor())  # type: ignore[attr-defined]
+
+    def set_cells(self, dense: Tensor) -> None:
+        """Replace the mask by a tensor of the same shape."""
+        self.mask, self.packing = Keep(dense), None
+        self.decoded = None if self.decoded is None else dense
 
     def select_first_keys(self, keys: int) -> LazyMask:
         """Return the mask sliced to its first `keys` keys."""
@@ -205,7 +213,9 @@ class LazyMask(BooleanMask):
         if mask is None:
             mask = Keep(self.as_bool_tensor()[..., :keys])
         padding = None if self.padding is None else self.padding[:, :keys]
-        return LazyMask(mask, replace(self.extent, keys=keys), padding, self.packing if whole else None)
+        made = LazyMask(mask, replace(self.extent, keys=keys), padding, self.packing if whole else None)
+        made.decoded = None if self.decoded is None else self.decoded[..., :keys]
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -218,7 +228,7 @@ class LazyMask(BooleanMask):
             if name.split(".")[0].endswith("_"):  # an operation in place changes the mask for all layers that read it
                 changed = BooleanMask.wrap(source.as_bool_tensor().clone())
                 function(changed, *args[1:], **(kwargs or {}))
-                source.mask, source.packing = Keep(changed.as_bool_tensor()), None
+                source.set_cells(changed.as_bool_tensor())
                 return source
             if name in ("detach.default", "alias.default"):
                 return source.select_first_keys(source.extent.keys)
