@@ -43,7 +43,7 @@ _MODULES = {  # public name -> the module that defines it
     "use": "multihead.models.use",
 }
 # Public packages, imported when they are first used.
-_PACKAGES = ("compat", "errors", "export", "kinds", "masks", "parallel", "probes", "scores")
+_PACKAGES = ("compat", "errors", "export", "kinds", "masks", "models", "parallel", "probes", "scores")
 
 __all__ = [
     "Census",
@@ -91,7 +91,8 @@ def __getattr__(name: str) -> Any:
         found = getattr(import_module(_MODULES[name]), name)
         globals()[name] = found  # the next access does not call __getattr__
         return found
-    raise AttributeError(f"module 'multihead' has no attribute {name!r}")
+    advice = "" if name.startswith("_") else import_module("multihead.errors.moved").advice_for_name(name)
+    raise AttributeError(f"module 'multihead' has no attribute {name!r}{advice}")
 
 
 def __dir__() -> list[str]:

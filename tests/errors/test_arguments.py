@@ -96,7 +96,10 @@ def test_an_argument_that_no_library_has_is_answered_with_all_that_exist() -> No
         ),
         (
             lambda: mh.MultiHeadAttention(d_model=32, heads=4),  # type: ignore[call-arg]
-            "MultiHeadAttention has no argument 'd_model' or 'heads'. Use embed_dim=. Use num_heads=.",
+            (
+                "MultiHeadAttention has no argument 'd_model' or 'heads'. For d_model: use embed_dim=. "
+                "For heads: use num_heads=."
+            ),
         ),
         (
             lambda: mh.MultiHeadAttention(32, 4, num_kv_head=2),  # type: ignore[call-arg]
@@ -333,3 +336,69 @@ def test_layers_to_observe_are_indices_or_names(layers: Any, held: str) -> None:
     with pytest.raises(ArgumentError) as refusal, mh.observe(LAYER, layers=layers):
         pytest.fail("the model could run")
     assert str(refusal.value) == f'layers holds {held}. Give indices from 0, or names such as "layer.3".'
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("valid_lens", "lengths=, the number of tokens of each sample"),
+        ("seq_lens", "lengths=, the number of tokens of each sample"),
+        ("encoder_hidden_states", "memory=, the tokens that give keys and values"),
+        ("context", "memory=, the tokens that give keys and values"),
+        ("cu_seqlens", "mask=masks.Documents(lengths)"),
+    ],
+)
+def test_a_name_of_another_library_in_a_call_gets_its_name_here(name: str, mend: str) -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        LAYER(X, **{name: X})
+    assert str(refusal.value) == f"MultiHeadAttention.forward has no argument {name!r}. Use {mend}."
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("rope", "rotary=mh.Rotary()"),
+        ("alibi", "position_bias=mh.scores.ALiBi(num_heads)"),
+        ("window", "mask=masks.Causal() & masks.Window(size) in each call"),
+        ("n_kv_heads", "num_kv_heads="),
+        ("attn_drop", "dropout="),
+    ],
+)
+def test_a_name_of_another_library_in_the_layer_gets_its_name_here(name: str, mend: str) -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        mh.MultiHeadAttention(32, 4, **{name: 1})
+    assert str(refusal.value) == f"MultiHeadAttention has no argument {name!r}. Use {mend}."
+
+
+def test_the_arguments_of_the_book_are_those_of_a_class_of_its_own() -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        mh.MultiHeadAttention(key_size=100, query_size=100, value_size=100, num_hiddens=100, num_heads=5)  # type: ignore[call-arg]
+    assert str(refusal.value).endswith(
+        "'num_hiddens'. multihead.compat.d2l.MultiHeadAttention is the class with these arguments."
+    )
+
+
+def test_the_state_of_pytorchs_layer_names_the_function_that_converts_it() -> None:
+    state = torch.nn.MultiheadAttention(32, 4).state_dict()
+    with pytest.raises(RuntimeError) as refusal:
+        mh.MultiHeadAttention(32, 4).load_state_dict(state)
+    assert str(refusal.value).endswith(
+        "The state is that of an nn.MultiheadAttention: multihead.compat.torch_nn.from_torch(module) converts one to "
+        "this layer."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("RoPE", "multihead.Rotary"),
+        ("KVCache", "multihead.KeyValueCache"),
+        ("Causal", "multihead.masks.Causal"),
+        ("view", "Record.view() in a notebook, or the command multihead view"),
+        ("compare", "before.changed(after) of two records, or the command multihead compare"),
+    ],
+)
+def test_a_name_that_is_elsewhere_says_where(name: str, place: str) -> None:
+    with pytest.raises(AttributeError) as refusal:
+        getattr(mh, name)
+    assert str(refusal.value) == f"module 'multihead' has no attribute {name!r}: use {place}"

@@ -20,13 +20,19 @@ KEYWORD_REPLACEMENTS = {
     "attn_mask": KEEP_OR_DROP_ADVICE,
     "attn_bias": "bias=t",
     "dropout_p": "dropout=",
-    "sliding_window": "mask=masks.Causal() & masks.Window(size)",
+    **dict.fromkeys(("sliding_window", "window", "window_size"), "mask=masks.Causal() & masks.Window(size)"),
+    "alibi_slopes": "bias=, or position_bias=mh.scores.ALiBi(num_heads) of mh.MultiHeadAttention",
+    **dict.fromkeys(("cu_seqlens", "cu_seq_lens", "document_ids"), "mask=masks.Documents(lengths)"),
 }
 """Argument names of other libraries -> what to use in this library, for functions and layers."""
 
 FUNCTION_REPLACEMENTS = KEYWORD_REPLACEMENTS | {
     "key_padding_mask": 'mask=masks.Lengths(...), or mask=masks.Drop(key_padding_mask, "batch keys")',
     "attention_mask": 'mask=masks.Keep(attention_mask.bool(), "batch keys")',
+    **dict.fromkeys(("valid_lens", "seq_lens", "lengths"), "mask=masks.Lengths(...)"),
+    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), "scale="),
+    "score_mod": "bias=, softcap= or sinks=",
+    "block_mask": "mask=, a value of multihead.masks",
     "enable_gqa": "k and v with fewer heads than q; no argument is needed",
     "need_weights": "mh.attention_weights(q, k), which computes the weights",
     "s_aux": "sinks=",
@@ -37,7 +43,15 @@ LAYER_REPLACEMENTS = KEYWORD_REPLACEMENTS | {
         'mask=masks.Drop(key_padding_mask, "batch keys")'
     ),
     "attention_mask": 'lengths=attention_mask.sum(1), with padding_side="left" where the padding comes first',
-    "src_key_padding_mask": "lengths=, the number of tokens of each sample",
+    **dict.fromkeys(
+        ("src_key_padding_mask", "valid_lens", "valid_len", "seq_lens", "seq_len", "sequence_lengths"),
+        "lengths=, the number of tokens of each sample",
+    ),
+    **dict.fromkeys(
+        ("context", "encoder_hidden_states", "key_value_states", "cross_attention_states", "kv"),
+        "memory=, the tokens that give keys and values",
+    ),
+    **dict.fromkeys(("key_mask", "attn_padding_mask"), 'mask=masks.Keep(t, "batch keys") if True may be seen'),
     "need_weights": "mh.observe(layer), which computes the weights",
     "average_attn_weights": "mh.observe(layer), which computes the weights",
     "output_attentions": "mh.observe(layer), which computes the weights",
@@ -60,9 +74,18 @@ CONSTRUCTOR_REPLACEMENTS = {
     "is_causal": "mask=masks.Causal() in each call",
     "causal": "mask=masks.Causal() in each call",
     "qkv_bias": "bias=",
-    "num_key_value_heads": "num_kv_heads=",
-    "max_seq_len": "mh.KeyValueCache(capacity=...) in each call",
+    **dict.fromkeys(("num_key_value_heads", "n_kv_heads", "kv_heads", "num_query_groups"), "num_kv_heads="),
+    **dict.fromkeys(("rope", "rotary_emb", "use_rope", "rotary_embedding"), "rotary=mh.Rotary()"),
+    **dict.fromkeys(("alibi", "use_alibi"), "position_bias=mh.scores.ALiBi(num_heads)"),
+    **dict.fromkeys(
+        ("window", "window_size", "sliding_window"), "mask=masks.Causal() & masks.Window(size) in each call"
+    ),
+    **dict.fromkeys(("attn_drop", "attention_dropout", "dropout_p", "attn_dropout"), "dropout="),
+    **dict.fromkeys(("head_size", "d_head", "dim_per_head"), "head_dim="),
+    **dict.fromkeys(("bias_k", "bias_v"), "add_bias_kv="),
+    **dict.fromkeys(("max_seq_len", "max_len"), "mh.KeyValueCache(capacity=...) in each call"),
 }
+_ARGUMENTS_OF_D2L = frozenset({"key_size", "query_size", "value_size", "num_hiddens"})  # Dive into Deep Learning
 
 
 Parameters = ParamSpec("Parameters")
@@ -95,17 +118,28 @@ def raise_unknown_keywords(
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     ours = [each.name for each in inspect.signature(function).parameters.values() if each.kind not in kinds]
     ours = [each for each in ours if each != "self"]
-    mends = dict.fromkeys(_advice_for_keyword(name, ours, replacements) for name in unknown)
+    if len(_ARGUMENTS_OF_D2L & unknown.keys()) > 1:
+        mends = ["multihead.compat.d2l.MultiHeadAttention is the class with these arguments."]
+    else:
+        mends = _advice_for_keywords(list(unknown), ours, replacements)
     place, names = function.__qualname__.removesuffix(".__init__"), " or ".join(map(repr, unknown))
     raise ArgumentError(f"{place} has no argument {names}.", " ".join(mends))
 
 
-def _advice_for_keyword(name: str, ours: list[str], replacements: Mapping[str, str]) -> str:
-    """Return the advice for an unknown keyword: its replacement, a similar name, or all names."""
-    if name in replacements:
-        return f"Use {replacements[name]}."
-    near = difflib.get_close_matches(name, ours, n=1)
-    return f"Did you mean {near[0]}=?" if near else f"Its arguments are {', '.join(ours)}."
+def _advice_for_keywords(names: list[str], ours: list[str], replacements: Mapping[str, str]) -> list[str]:
+    """Return the advice for unknown keywords: the replacement or a similar name of each, else all names, once."""
+    found: dict[str, str] = {}
+    for name in names:
+        near = difflib.get_close_matches(name, ours, n=1)
+        if name in replacements:
+            found[name] = f"Use {replacements[name]}"
+        elif near:
+            found[name] = f"Did you mean {near[0]}="
+    ends = [each + ("?" if each.startswith("Did") else ".") for each in found.values()]
+    if len(names) > 1 and len(set(ends)) > 1:
+        ends = [f"For {name}: {each[0].lower()}{each[1:]}" for name, each in zip(found, ends, strict=True)]
+    unanswered = [] if len(found) == len(names) else [f"Its arguments are {', '.join(ours)}."]
+    return [*dict.fromkeys(ends), *unanswered]
 
 
 def check_fraction(name: str, value: object) -> None:

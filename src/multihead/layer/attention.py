@@ -496,6 +496,15 @@ class MultiHeadAttention(nn.Module):
         waits = f"the host reads how many tokens there are, from {' and '.join(far)}" if far else None
         return explain_request(request, waits=waits)
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        """Explain the state of an nn.MultiheadAttention, whose projections of q, k and v are one parameter."""
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        if f"{prefix}in_proj_weight" in state_dict or f"{prefix}q_proj_weight" in state_dict:
+            others[-1].append(
+                "The state is that of an nn.MultiheadAttention: multihead.compat.torch_nn.from_torch(module) converts "
+                "one to this layer."
+            )
+
     def extra_repr(self) -> str:
         """Return the head counts and options that `print(layer)` shows."""
         heads = f"num_heads={self.num_heads}, head_dim={self.head_dim}"
