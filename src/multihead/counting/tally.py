@@ -34,6 +34,7 @@ from multihead.kernels.choose import drop_plans_at_end
 from multihead.models.huggingface import install
 from multihead.models.packed import leave_out_padding
 from multihead.models.pretrained import track_inputs
+from multihead.models.token_ids import check_token_ids
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
@@ -144,5 +145,6 @@ def run_batch(model: nn.Module, batch: TextBatch) -> None:
     device = next(model.parameters()).device
     names = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
+    check_token_ids(model, batch.ids, type(model).__name__)
     with torch.no_grad(), drop_plans_at_end():
         model(input_ids=batch.ids.to(device), attention_mask=batch.mask.long().to(device), **options)

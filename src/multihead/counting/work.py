@@ -18,7 +18,7 @@ from multihead.counting.plan import Plan, model_id, read_plan
 from multihead.counting.shard import ReportBatch, ShardCounter
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.files import write_atomically
-from multihead.models.loading import LoadedModel, load
+from multihead.models.loading import LoadedModel, load, no_tokenizer_error
 from multihead.tensors.threads import set_torch_threads
 
 SECONDS_BETWEEN_HEAP_TRIMS = 5.0
@@ -174,5 +174,7 @@ def check_reads_text(loaded: LoadedModel) -> None:
     Raises:
         ModelError: the model has no tokenizer, or reads audio.
     """
-    if loaded.tokenizer is None or loaded.feature_extractor is not None:
+    if loaded.tokenizer is None:
+        raise no_tokenizer_error(loaded)
+    if loaded.feature_extractor is not None:
         raise ModelError(f"{loaded.title} reads no text.", "Give a model with a tokenizer.")

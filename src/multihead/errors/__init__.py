@@ -38,14 +38,14 @@ class MultiheadError(Exception):
 
     Args:
         finding: a sentence that states what was given and what was expected.
-        mend: a sentence that states how to fix the error.
+        mend: a sentence that states how to fix the error; empty if the finding states it.
 
     >>> print(ArgumentError("dropout is 1.5.", "Give a number from 0 to 1."))
     dropout is 1.5. Give a number from 0 to 1.
     """
 
     def __init__(self, finding: str, mend: str) -> None:
-        super().__init__(f"{finding} {mend}")
+        super().__init__(f"{finding} {mend}".rstrip())
         self.finding = finding
         self.mend = mend
 

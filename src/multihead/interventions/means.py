@@ -22,6 +22,7 @@ from multihead.errors.optional import require
 from multihead.files import write_atomically
 from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.kernels import sequence_split
+from multihead.models.token_ids import check_token_ids
 
 MeanOver = Literal["text", "position"]
 _FILE_FORMAT = "head means 1"
@@ -165,6 +166,9 @@ def head_means(model: nn.Module, batches: Iterable[Any], *, over: MeanOver = "te
     with torch.no_grad(), follow_calls(model, partial(_add_output, sums)):
         for batch in batches:
             check_batch("A batch", batch)
+            ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+            if isinstance(ids, Tensor) and not ids.is_floating_point():
+                check_token_ids(model, ids, type(model).__name__)
             run_batch(model, batch)
             count += 1
     if not count:

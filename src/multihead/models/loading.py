@@ -23,7 +23,16 @@ from multihead.errors.given import reject_as_text
 from multihead.errors.optional import require
 from multihead.models.claims import check_configured_sizes
 from multihead.models.gguf import GGUFHeader, configure_attention, read_gguf_header, reject_unread_tensors
-from multihead.models.source import FoundModel, find_model, hub_access, local_path, unknown_model_error
+from multihead.models.source import (
+    FoundModel,
+    explain_pointers,
+    explain_weights,
+    find_model,
+    hub_access,
+    local_path,
+    unknown_model_error,
+)
+from multihead.models.token_ids import check_token_ids
 from multihead.models.tokens import name_tokens
 from multihead.tensors.undo import Undo
 
@@ -137,7 +146,12 @@ class LoadedModel:
         return encoder
 
     def arguments(self, encoded: EncodedText) -> dict[str, Tensor]:
-        """Return the arguments with which to call `encoder_or_model` on a text."""
+        """Return the arguments with which to call `encoder_or_model` on a text.
+
+        Raises:
+            InputError: the model has no embedding of a token.
+        """
+        check_token_ids(self.model, encoded.ids, self.title)
         ids = encoded.ids.to(next(self.model.parameters()).device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # a single text has no padding
 
@@ -339,7 +353,7 @@ def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> E
     """
     check_text(text)
     if loaded.tokenizer is None:
-        raise ModelError(f"{loaded.name} has no tokenizer.", "Give a model that reads text.")
+        raise no_tokenizer_error(loaded)
     if tokens is not None and tokens < (least := int(loaded.tokenizer.num_special_tokens_to_add()) + 1):
         raise ArgumentError(
             f"tokens is {tokens}.", f"Give at least {least} for {loaded.title}, special tokens included."
@@ -391,7 +405,7 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
     model: Any = loaded.model
     config = model.config
     if loaded.tokenizer is None:
-        raise ModelError(f"{loaded.name} has no tokenizer.", "Give a model that writes text.")
+        raise no_tokenizer_error(loaded)
     known = [getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings")]
     most = next((each for each in known if isinstance(each, int) and each > 0), None)
     settings = getattr(model, "generation_config", None) or config
@@ -427,8 +441,23 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
             f"The text of the decoder is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
             f"Truncate it to {most:,} tokens.",
         )
+    check_token_ids(getattr(model, "get_decoder", lambda: model)(), torch.tensor(ids), loaded.title)
     marks = set(loaded.tokenizer.all_special_ids)
     return _encoded_text(loaded.tokenizer, ids, [each in marks for each in ids])
+
+
+def no_tokenizer_error(loaded: DescribedModel) -> ModelError:
+    """Return the error for a model without a tokenizer: one that reads text needs the files of its tokenizer."""
+    if not isinstance(getattr(loaded.config, "vocab_size", None), int):
+        return ModelError(f"{loaded.name} has no tokenizer.", "Give a model that reads text.")
+    folder = loaded.found_model.file if isinstance(loaded, ModelDescription) else None
+    pointer = None if folder is None else explain_pointers(folder.parent)
+    if pointer is not None:
+        return ModelError(f"{loaded.name} cannot be read: {pointer[0]}.", pointer[1])
+    return ModelError(
+        f"{loaded.name} has no tokenizer files, or files that transformers cannot read.",
+        "Save them there with tokenizer.save_pretrained(folder); or in Python, give the loaded model and tokenizer=.",
+    )
 
 
 def check_text(text: object, name: str = "text") -> None:
@@ -595,11 +624,18 @@ def _explain_reading(found: FoundModel, source: dict[str, str]) -> Iterator[None
                 "Give a model of a family that is part of transformers.",
             ) from error
         if found.file is not None or isinstance(error, ValueError):
-            mend = "Download or convert it again." if "gguf_file" in source else _HOW_TO_SAVE_AGAIN
             lines = message.strip().splitlines()
-            raise ModelError(
-                f"{found.name} cannot be read: {lines[0].rstrip('.') if lines else type(error).__name__}.", mend
-            ) from error
+            reason, mend = lines[0].rstrip(".") if lines else type(error).__name__, _HOW_TO_SAVE_AGAIN
+            cause = None if found.file is None else explain_weights(found.file.parent)
+            if cause is not None:
+                reason, mend = cause
+            elif isinstance(error, ImportError) or "pip install" in reason:
+                mend = "" if "pip install" in reason else "Install the package that it names."
+            elif "gguf_file" in source:
+                mend = "Download or convert it again."
+            elif "safetensor" in type(error).__name__.lower():
+                mend = "The file is incomplete or of another format: download it again."
+            raise ModelError(f"{found.name} cannot be read: {reason}.", mend) from error
         raise unknown_model_error(found.name) from error
 
 

@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from multihead.errors import ModelError
 from multihead.errors.optional import require
 from multihead.files import is_folder
 from multihead.tensors.undo import Undo
 
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_PYTORCH_MODEL = "Give the folder of the PyTorch model, as model.save_pretrained(folder) writes it."
 _HUB_TIMEOUT = 10  # seconds to wait for a response of the Hugging Face hub
 
 
@@ -109,7 +112,7 @@ def _find_file_in_folder(folder: Path, model: str) -> Path:
         return folder / "config.json"
     files = sorted(folder.glob("*.gguf"))
     if not files:
-        raise ModelError(f'The folder "{model}" contains no config.json.', "Give the folder that a model was saved to.")
+        raise ModelError(*_explain_folder_without_configuration(folder, model))
     if len(files) > 1:
         raise ModelError(
             f'The folder "{model}" contains {len(files)} GGUF files.',
@@ -118,12 +121,75 @@ def _find_file_in_folder(folder: Path, model: str) -> Path:
     return files[0]
 
 
-def _is_model_configuration(config: Path) -> bool:
+def _explain_folder_without_configuration(folder: Path, model: str) -> tuple[str, str]:
+    """Return what a folder without a config.json contains, and how to use it."""
+    finding, mend = f'The folder "{model}" contains no config.json.', "Give the folder that a model was saved to."
+    if (folder / "adapter_config.json").is_file():
+        base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path") or "another model"
+        merged = "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(new_folder)"
+        return (
+            f'The folder "{model}" contains an adapter of PEFT for {base}, not a model.',
+            f"Merge them and save the result: {merged}; save the tokenizer there too.",
+        )
+    if (folder / "params.json").is_file() and (any(folder.glob("*.pth")) or any(folder.glob("consolidated*"))):
+        return (
+            f'The folder "{model}" contains the weights of a model in its authors\' own format (params.json).',
+            "Give the same model in the format of transformers, whose folder has a config.json.",
+        )
+    inner = {each.parent for each in folder.glob("*/config.json") if _is_model_configuration(each)}
+    if inner:
+        # of the checkpoints of a Trainer the last one: checkpoint-1000 comes after checkpoint-500
+        last = max(inner, key=lambda each: (each.name.startswith("checkpoint-"), len(each.name), each.name))
+        kind = ", but a pipeline of diffusers" if (folder / "model_index.json").is_file() else ""
+        return f"{finding[:-1]}{kind}.", f'Give a folder in it, such as "{last}".'
+    onnx, *_ = [*sorted(folder.glob("*.onnx")), None]
+    if onnx is not None:
+        return f'The folder "{model}" contains an ONNX file ({onnx.name}) and no config.json.', _PYTORCH_MODEL
+    weights, *_ = [*(file for pattern in _WEIGHT_FILES for file in sorted(folder.glob(pattern))), None]
+    if weights is not None:
+        finding = f'The folder "{model}" contains weights ({weights.name}) and no config.json.'
+        mend = "Save the model with model.save_pretrained(folder), which writes both."
+    return finding, mend
+
+
+def explain_pointers(folder: Path) -> tuple[str, str] | None:
+    """Return which file of a folder is a pointer of Git LFS, and how to download it; None if none is."""
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and _begins_with(file, b"version https://git-lfs"):
+            return f"{file.name} is a pointer of Git LFS to a file that was not downloaded", "Run git lfs pull there."
+    return None
+
+
+def explain_weights(folder: Path) -> tuple[str, str] | None:
+    """Return why the files of a model's folder hold no weights for PyTorch, and how to fix it; None if they may."""
+    pointer = explain_pointers(folder)
+    if pointer is not None or any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
+        return pointer
+    for pattern, kind in (("tf_model*.h5", "TensorFlow"), ("flax_model*.msgpack", "Flax"), ("*.onnx", "ONNX")):
+        for file in sorted(folder.glob(pattern)):
+            return f"its only weights are of {kind} ({file.name})", _PYTORCH_MODEL
+    return None
+
+
+def _begins_with(file: Path, start: bytes) -> bool:
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with file.open("rb") as opened:
+            return opened.read(len(start)) == start
+    except OSError:
         return False
-    return isinstance(content, dict) and "model_type" in content
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if it cannot be read."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _is_model_configuration(config: Path) -> bool:
+    return "model_type" in _read_json(config)
 
 
 @contextmanager
