@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from multihead.errors import ModelError
+from multihead.models.claims import check_configured_sizes
 from multihead.models.loading import load
 from tests.gguf_file import written
 
@@ -62,4 +63,17 @@ def test_more_layers_than_any_model_has(first: bytes, tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{deep} cannot be read: num_layers is 100,000,000 in its configuration. "
         "Give a model whose num_layers is at most 4,096."
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["num_attention_heads", "n_head", "encoder_attention_heads", "num_key_value_heads", "hidden_size", "n_embd"]
+)
+@pytest.mark.parametrize("value", [-4, 2.5, "four"])
+def test_a_width_or_number_of_heads_that_is_no_count_is_rejected(name: str, value: object) -> None:
+    with pytest.raises(ModelError) as caught:
+        check_configured_sizes("model", {"text_config": {name: value}})
+    assert str(caught.value) == (
+        f"model cannot be read: {name} is {value!r} in its configuration. "
+        f"Give a model whose {name} is a positive integer."
     )

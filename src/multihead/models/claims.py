@@ -19,16 +19,22 @@ _LAYER_COUNT_PATTERN = re.compile(
     r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num)$"
 )
 
+# Matches num_attention_heads, n_head, encoder_attention_heads, num_key_value_heads, hidden_size, d_model, n_embd, ...
+_WIDTH_OR_HEADS_PATTERN = re.compile(
+    r"(?:(?:encoder|decoder|num|n)_)+(?:attention_|key_value_|kv_)?heads?|"
+    r"hidden_size|d_model|n_embd|head_dim|d_kv|intermediate_size|vocab_size"
+)
+
 
 def check_configured_sizes(model: str, config: Any) -> None:
-    """Reject a configuration with more layers or classes than any model has.
+    """Reject more layers or classes than any model has, and widths or heads that are no count.
 
     Args:
         model: name of the model for the error message.
         config: the configuration, parsed from JSON.
 
     Raises:
-        ModelError: a number is above MAX_LAYERS or MAX_LABELS.
+        ModelError: a number is above MAX_LAYERS or MAX_LABELS, or a width or number of heads is negative or no integer.
     """
     left = [("", config)]
     for name, value in left:  # the body appends the values of nested configurations to this list
@@ -37,6 +43,13 @@ def check_configured_sizes(model: str, config: Any) -> None:
             left += [(str(key), each) for key, each in value.items()]
         elif isinstance(value, list):
             left += [(name, each) for each in value]
+        elif _WIDTH_OR_HEADS_PATTERN.fullmatch(name) and (
+            isinstance(value, (str, float)) or (isinstance(value, int) and value < 0)
+        ):
+            raise ModelError(
+                f"{model} cannot be read: {name} is {value!r} in its configuration.",
+                f"Give a model whose {name} is a positive integer.",
+            )
         elif isinstance(value, int) and value > most and (name == "num_labels" or _LAYER_COUNT_PATTERN.search(name)):
             raise ModelError(
                 f"{model} cannot be read: {name} is {value:,} in its configuration.",
