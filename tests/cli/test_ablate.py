@@ -21,8 +21,8 @@ from tests.word_models import save_word_models
 TEXTS = {"first.txt": "the key is under the door", "second.txt": "nobody saw the key before it"}
 
 
-def run(*args: str) -> Result:
-    environment = {"COLUMNS": "400", "NO_COLOR": "1"}  # wide enough for the paths of any temporary folder
+def run(*args: str, columns: int = 400) -> Result:
+    environment = {"COLUMNS": str(columns), "NO_COLOR": "1"}  # 400: wide enough for the paths of any temporary folder
     return CliRunner().invoke(main, ["ablate", *args], prog_name="multihead", env=environment)
 
 
@@ -118,15 +118,13 @@ def test_the_table_has_a_row_per_text_and_their_mean(folder: Path, tmp_path: Pat
     result = run(*args, "--csv", str(tmp_path / "rows.csv"))
     lines = result.stdout.splitlines()
     assert lines[0] == "llama without L0 H1, L1 H3: their output is 0."
-    assert [each.strip() for each in lines[2].split("  ") if each] == [
-        *("text", "tokens", "loss before", "loss after", "difference", "standard error"),
-        *("next token before", "next token after"),
-    ]
-    assert lines[5].split()[1:3] == ["6", f"{rows[1]['loss_before']:.3f}"]
-    assert lines[4].split()[5] == "–"
+    assert lines[2].split() == ["loss", "loss", "std.", "next", "token", "next", "token"]
+    assert lines[3].split() == ["text", "tokens", "before", "after", "change", "error", "before", "after"]
+    assert lines[6].split()[1:3] == ["6", f"{rows[1]['loss_before']:.3f}"]
+    assert lines[5].split()[5] == "–"
     mean = rows[2]
-    assert lines[6].split()[:4] == ["mean", "of", "2", "texts"]
-    assert lines[6].split()[4:] == [
+    assert lines[7].split()[:4] == ["mean", "of", "2", "texts"]
+    assert lines[7].split()[4:] == [
         "12",
         f"{mean['loss_before']:.3f}",
         f"{mean['loss_after']:.3f}",
@@ -139,15 +137,31 @@ def test_the_table_has_a_row_per_text_and_their_mean(folder: Path, tmp_path: Pat
 
 def test_one_text_has_no_standard_error_and_no_row_of_means(folder: Path) -> None:
     lines = run(str(folder / "llama"), "--heads", "L0", "--prompt", "the key is").stdout.splitlines()
-    assert len(lines) == 7
-    assert lines[4].split()[:4] == ["the", "key", "is", "3"]
-    assert lines[4].split()[7] == "–"
+    assert len(lines) == 8
+    assert lines[5].split()[:4] == ["the", "key", "is", "3"]
+    assert lines[5].split()[7] == "–"
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_in_80_columns_a_text_still_has_one_line(folder: Path, tmp_path: Path, lang: str) -> None:
+    from rich.cells import cell_len
+
+    file = tmp_path / f"{'long-' * 20}name.txt"
+    file.write_text("the door is under the key")
+    args = [str(folder / "llama"), "--heads", "L0", "--prompt", "the key is", "--text", str(file), "--lang", lang]
+    lines = run(*args, columns=80).stdout.splitlines()
+    assert all(cell_len(line) <= 80 for line in lines[2:8])
+    row = rows_of(*args[:-2])[1]
+    numbers = [f"{row['loss_before']:.3f}", f"{row['loss_after']:.3f}", f"{row['difference']:+.3f}"]
+    assert lines[6].split()[-10:-7] == numbers
+    assert lines[6].split()[-2:] == [f"{row['next_after_probability']:.1%}"[:-1], "%"]
 
 
 def test_everything_printed_is_in_the_language_asked_for(folder: Path) -> None:
     lines = run(str(folder / "llama"), "--heads", "L0", "--prompt", "the key is", "--lang", "zh").stdout.splitlines()
     assert lines[0] == "llama 关闭 L0：其输出为 0。"
-    assert lines[2].split()[:3] == ["文本", "词元", "之前的损失"]
+    assert lines[2].split() == ["之前的", "之后的", "之前的", "之后的"]
+    assert lines[3].split()[:4] == ["文本", "词元", "损失", "损失"]
 
 
 @pytest.mark.parametrize(

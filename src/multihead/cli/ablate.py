@@ -40,6 +40,8 @@ a name on the Hugging Face hub. Heads are named as in the tables of `multihead l
 """
 
 MAX_NAME_CHARACTERS = 30  # characters of a prompt in the table
+NARROW_TERMINAL_WIDTH = 90  # number of terminal columns below which the columns of the table have one space between
+MIN_TEXT_COLUMNS_WIDTH = 42  # terminal columns of the name and both tokens, below which numbers of tokens are left out
 
 
 class Prediction(NamedTuple):
@@ -275,35 +277,68 @@ def _table_rows(compared: Sequence[PredictionComparison]) -> list[dict[str, Any]
 
 
 def _print_table(compared: Sequence[PredictionComparison], lang: str) -> None:
+    """Print one line per text; in a narrow terminal names and tokens are cut, and the numbers of tokens left out."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    words = section(lang, "ablate")
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("text", "tokens", "before", "after", "difference", "error", "next before", "next after"):
-        left = name in ("text", "next before", "next after")
-        table.add_column(words[name], justify="left" if left else "right", overflow="fold")
-
-    def format_token(token: str | None, probability: float | None) -> str:
-        return (
-            ""
-            if token is None
-            else f'"{isolate_direction(escape_controls(token))}" {probability:.1%}'.replace("%", " %")
-        )
-
+    words, console = section(lang, "ablate"), Console(highlight=False, markup=False)
     rows = _table_rows(compared)
-    for row in rows:
-        error = row["standard_error"]
-        label = words["mean of texts"].format(texts=len(compared)) if row["text"] is None else row["text"]
-        table.add_row(
-            isolate_direction(escape_controls(label)),
-            f"{row['tokens']:,}",
-            *(f"{row[name]:.3f}" for name in ("loss_before", "loss_after")),
-            f"{row['difference']:+.3f}",
-            "–" if error is None else f"{error:.3f}",
-            format_token(row["next_before"], row["next_before_probability"]),
-            format_token(row["next_after"], row["next_after_probability"]),
-        )
-    Console(highlight=False, markup=False).print(table)
+    numbers = {
+        "tokens": [f"{row['tokens']:,}" for row in rows],
+        **{name: [f"{row[f'loss_{name}']:.3f}" for row in rows] for name in ("before", "after")},
+        "difference": [f"{row['difference']:+.3f}" for row in rows],
+        "error": ["–" if row["standard_error"] is None else f"{row['standard_error']:.3f}" for row in rows],
+    }
+    names = [row["text"] or words["mean of texts"].format(texts=len(compared)) for row in rows]
+    gap = 1 if console.width < NARROW_TERMINAL_WIDTH else 3
+    left = console.width - sum(_column_width(words[name], cells) + gap for name, cells in numbers.items())
+    if left < MIN_TEXT_COLUMNS_WIDTH:
+        left += _column_width(words["tokens"], numbers.pop("tokens")) + gap
+    most = max((left - 2 * gap) // 3, 1)  # terminal columns of the text's name and of each next token
+    cells = {
+        "text": [_name_cell(name, most) for name in names],
+        **numbers,
+        **{
+            f"next {when}": [_token_cell(row[f"next_{when}"], row[f"next_{when}_probability"], most) for row in rows]
+            for when in ("before", "after")
+        },
+    }
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
+    for name in cells:
+        table.add_column(words[name], justify="right" if name in numbers else "left", vertical="bottom", no_wrap=True)
+    for row_cells in zip(*cells.values(), strict=True):
+        table.add_row(*row_cells)
+    console.print(table)
     click.echo("\n" + words["explained"])
+
+
+def _column_width(heading: str, cells: Sequence[str]) -> int:
+    """Return the number of terminal columns that a table's column takes, whose heading may have several lines."""
+    from rich.cells import cell_len
+
+    return max(map(cell_len, [*heading.splitlines(), *cells]))
+
+
+def _name_cell(name: str, most: int) -> str:
+    """Return a text's name, cut to `most` terminal columns."""
+    return isolate_direction(_cut(escape_controls(name), most))
+
+
+def _token_cell(token: str | None, probability: float | None, most: int) -> str:
+    """Return a token in quotes with its probability, in at most `most` terminal columns if the token can be cut."""
+    if token is None:
+        return ""
+    share = f"{probability:.1%}".replace("%", " %")
+    return f'"{isolate_direction(_cut(escape_controls(token), most - len(share) - 3))}" {share}'
+
+
+def _cut(name: str, most: int) -> str:
+    """Cut a name to `most` terminal columns, of which a Chinese character takes two; one character remains."""
+    from rich.cells import cell_len
+
+    if cell_len(name) <= most:
+        return name
+    while len(name) > 1 and cell_len(name) > most - 1:
+        name = name[:-1]
+    return name + "…"
