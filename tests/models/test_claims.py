@@ -61,8 +61,8 @@ def test_more_layers_than_any_model_has(first: bytes, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         load(str(deep))
     assert str(caught.value) == (
-        f"{deep} cannot be read: num_layers is 100,000,000 in its configuration. "
-        "Give a model whose num_layers is at most 4,096."
+        f"{deep} cannot be read: block_count is 100,000,000 in its configuration. "
+        "Give a model whose block_count is at most 4,096."
     )
 
 

@@ -14,9 +14,10 @@ could make transformers build layers for hours, at a millisecond or more per lay
 MAX_LABELS = 10_000_000
 """Maximum number of classes (`num_labels`) in a configuration; transformers creates a string for each class."""
 
-# Matches entries such as num_hidden_layers, n_layer, encoder_layers, depths, and inner_group_num of ALBERT.
+# Matches entries such as num_hidden_layers, n_layer, encoder_layers, depths, inner_group_num of ALBERT, and the
+# block_count of a GGUF file.
 _LAYER_COUNT_PATTERN = re.compile(
-    r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num)$"
+    r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num|block_count)$"
 )
 
 # Matches num_attention_heads, n_head, encoder_attention_heads, num_key_value_heads, hidden_size, d_model, n_embd, ...
