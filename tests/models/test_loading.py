@@ -491,7 +491,8 @@ class TestRefusals:
             encode(minilm, "word " * 2000)
         assert str(caught.value) == (
             f"The text is 2,002 tokens long, and {MINILM} accepts 512. "
-            "Shorten it to 512 tokens (--tokens, or tokens= in Python), or use a model that reads longer texts."
+            "Shorten it to 512 tokens (`multihead look` has --tokens, and mh.look has tokens=), or use a model "
+            "that reads longer texts."
         )
 
     @pytest.mark.parametrize("tokens", [-1, 0, 2])

@@ -20,7 +20,7 @@ from multihead.cli.look_output import (
     print_memory_and_files,
     print_textbook_heads,
 )
-from multihead.cli.model_options import check_no_surplus, model_options, parse_layers
+from multihead.cli.model_options import check_no_surplus, given_once, model_options, parse_layers
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, table_options, write_tables
 from multihead.errors.optional import require
@@ -52,11 +52,26 @@ SORT_COLUMNS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
 
 @click.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})  # rejected with the option they lack
 @click.argument("model")
-@click.option("--text", "text_file", metavar="FILE", help="Read this text file (UTF-8); - reads standard input.")
-@click.option("--prompt", metavar="TEXT", help="Read this text.")
-@click.option("--audio", metavar="FILE", help="Read this audio, for speech models: WAV, or an array of NumPy (.npy).")
+@click.option(
+    "--text",
+    "text_file",
+    multiple=True,
+    callback=given_once,
+    metavar="FILE",
+    help="Read this text file (UTF-8); - reads standard input.",
+)
+@click.option("--prompt", multiple=True, callback=given_once, metavar="TEXT", help="Read this text.")
+@click.option(
+    "--audio",
+    multiple=True,
+    callback=given_once,
+    metavar="FILE",
+    help="Read this audio, for speech models: WAV, or an array of NumPy (.npy).",
+)
 @click.option(
     "--decoder-text",
+    multiple=True,
+    callback=given_once,
     metavar="TEXT",
     help="The text of the decoder, for encoder-decoder models.  [default: generated from what the encoder reads]",
 )

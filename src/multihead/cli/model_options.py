@@ -84,6 +84,25 @@ def _add_options(command: Callable[..., Any], options: Sequence[Callable[..., An
     return command
 
 
+def given_once(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> str | None:
+    """Return the value of an option that takes one text, which click would take from its last occurrence.
+
+    Args:
+        context: of the command.
+        option: the option, which is declared with `multiple=True`.
+        values: what was given, in order.
+
+    Raises:
+        UsageError: the option is given more than once.
+    """
+    if len(values) > 1:
+        raise click.UsageError(
+            f"{option.opts[0]} is given {len(values)} times, and `multihead {context.info_name}` reads one text. Give "
+            "one; `multihead ablate` compares several texts, and `multihead census` counts over many."
+        )
+    return values[0] if values else None
+
+
 def check_no_surplus(arguments: Sequence[str]) -> None:
     """Reject what follows MODEL without an option, which is a text or the name of a file.
 

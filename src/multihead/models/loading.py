@@ -151,7 +151,8 @@ class LoadedModel:
         Raises:
             InputError: the model has no embedding of a token.
         """
-        check_token_ids(self.model, encoded.ids, self.title)
+        if getattr(self.model, "main_input_name", "input_ids") == "input_ids":  # whisper has embeddings of its decoder
+            check_token_ids(self.model, encoded.ids, self.title)
         ids = encoded.ids.to(next(self.model.parameters()).device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # a single text has no padding
 
@@ -367,7 +368,8 @@ def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> E
     if most is not None and len(ids) > most:
         raise InputError(
             f"The text is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
-            f"Shorten it to {most:,} tokens (--tokens, or tokens= in Python), or use a model that reads longer texts.",
+            f"Shorten it to {most:,} tokens (`multihead look` has --tokens, and mh.look has tokens=), or use a model "
+            "that reads longer texts.",
         )
     return _encoded_text(loaded.tokenizer, ids, special, offsets, text)
 
