@@ -375,3 +375,11 @@ def tiny_clip() -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     seen = {"image_size": 32, "patch_size": 16}
     return CLIPModel(CLIPConfig(text_config={"vocab_size": 50_000, **sizes}, vision_config=sizes | seen)).eval()
+
+
+def test_files_hold_the_whole_table_of_which_the_first_rows_are_printed(tmp_path: Path) -> None:
+    page, as_json, as_csv = (str(tmp_path / f"a.{suffix}") for suffix in ("html", "json", "csv"))
+    result = run(MODEL, "--prompt", "hi", "--top", "2", "--out", page, "--json", as_json, "--csv", as_csv)
+    assert len(re.findall(r"^L\d+ H\d+", result.stdout, re.MULTILINE)) == 2
+    assert len(json.loads(Path(as_json).read_text("utf-8"))) == 72
+    assert len(Path(as_csv).read_text("utf-8").splitlines()) == 73

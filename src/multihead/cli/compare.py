@@ -38,7 +38,12 @@ checkpoints of one model: `multihead look MODEL --text FILE --record before.safe
 @click.argument("after", metavar="AFTER")
 @click.option("--sample", type=click.IntRange(min=0), metavar="N", default=0, help="Which text.  [default: 0]")
 @click.option(
-    "--top", type=click.IntRange(min=1), metavar="N", default=20, show_default=True, help="Rows of the table."
+    "--top",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=20,
+    show_default=True,
+    help="Print only the first N heads of the table.",
 )
 @click.option(
     "--queries",
