@@ -67,7 +67,11 @@ def test_more_layers_than_any_model_has(first: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["num_attention_heads", "n_head", "encoder_attention_heads", "num_key_value_heads", "hidden_size", "n_embd"]
+    "name",
+    [
+        *("num_attention_heads", "n_head", "encoder_attention_heads", "num_key_value_heads", "hidden_size", "n_embd"),
+        *("num_hidden_layers", "n_layer", "attention.head_count", "block_count"),
+    ],
 )
 @pytest.mark.parametrize("value", [-4, 2.5, "four"])
 def test_a_width_or_number_of_heads_that_is_no_count_is_rejected(name: str, value: object) -> None:

@@ -20,22 +20,25 @@ _LAYER_COUNT_PATTERN = re.compile(
     r"^(?!max_).*(?<![a-z])(?:n_?)?(?:layers?|depths?|blocks|stages|hidden_groups|group_num|block_count)$"
 )
 
-# Matches num_attention_heads, n_head, encoder_attention_heads, num_key_value_heads, hidden_size, d_model, n_embd, ...
-_WIDTH_OR_HEADS_PATTERN = re.compile(
-    r"(?:(?:encoder|decoder|num|n)_)+(?:attention_|key_value_|kv_)?heads?|"
+# Matches num_attention_heads, n_head, num_hidden_layers, hidden_size, d_model, the names of GGUF files for them, ...
+# and no number of one layer, which may count from the end (vision_feature_layer).
+_SIZE_PATTERN = re.compile(
+    r"(?:(?:encoder|decoder|num|n)_)+(?:(?:attention_|key_value_|kv_)?heads?|(?:hidden_)?layers?)|"
+    r"attention\.head_count|attention\.head_count_kv|embedding_length|block_count|"
     r"hidden_size|d_model|n_embd|head_dim|d_kv|intermediate_size|vocab_size"
 )
 
 
 def check_configured_sizes(model: str, config: Any) -> None:
-    """Reject more layers or classes than any model has, and widths or heads that are no count.
+    """Reject more layers or classes than any model has, and sizes that are no count.
 
     Args:
         model: name of the model for the error message.
         config: the configuration, parsed from JSON.
 
     Raises:
-        ModelError: a number is above MAX_LAYERS or MAX_LABELS, or a width or number of heads is negative or no integer.
+        ModelError: a number is above MAX_LAYERS or MAX_LABELS, or a width or number of layers or heads is negative
+            or no integer.
     """
     left = [("", config)]
     for name, value in left:  # the body appends the values of nested configurations to this list
@@ -44,7 +47,7 @@ def check_configured_sizes(model: str, config: Any) -> None:
             left += [(str(key), each) for key, each in value.items()]
         elif isinstance(value, list):
             left += [(name, each) for each in value]
-        elif _WIDTH_OR_HEADS_PATTERN.fullmatch(name) and (
+        elif _SIZE_PATTERN.fullmatch(name) and (
             isinstance(value, (str, float)) or (isinstance(value, int) and value < 0)
         ):
             raise ModelError(
