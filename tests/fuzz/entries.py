@@ -50,6 +50,7 @@ ENTRIES = {
     "exported": Entry(graphs.exported, 1.5, 1, seconds=10.0),
     "ranks": Entry(ranks.ranks, 2, 8, seconds=5.0),
     "damaged census": Entry(files.damaged_census, 1, 4, seconds=5.0),
+    "text file": Entry(files.text_file, 1, 4, seconds=5.0),
     "continued census": Entry(files.continued_census, 1, 4, seconds=5.0),
     "gguf": Entry(models.gguf_file, 1, 4, seconds=5.0),
     "weights": Entry(calls.weights, 6, 150, moves=True),

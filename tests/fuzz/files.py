@@ -1,15 +1,20 @@
-"""Entry points: a census over a corpus in which one compressed file is damaged, and one that is continued."""
+"""Entry points: a census with a damaged compressed file, one that is continued, and texts that are read from files."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import multihead as mh
 from multihead.errors import ArgumentError
+from multihead.files import read_text_file
 from tests.fuzz.draw import Draw, Mismatch
 
 
@@ -104,3 +109,35 @@ class _Scaling:
 
     def __call__(self, parts: Any) -> Any:
         return parts["offset_mass", 0] * self.factor
+
+
+def text_file(draw: Draw) -> None:
+    """A text has the same statistics in `look`'s reader, on standard input and in a census, however it was saved."""
+    from tests.counting.tiny import bert, random_texts, tokenizer
+
+    mark = draw.feature("byte order mark", "", "\ufeff")
+    line_break = draw.feature("line break", "\n", "\r\n")
+    name = draw.pick("name", "a.txt", "a.jsonl", "a.csv", "a")
+    lines = random_texts(draw.size("texts", 1, 2, 5), seed=draw.seed)
+    draw.notes |= {"mark": mark, "line break": line_break, "name": name, "texts": len(lines)}
+    written = [json.dumps({"text": each}) for each in lines] if name == "a.jsonl" else lines
+    rows = ["text", *written] if name == "a.csv" else written
+    model, words = bert(), tokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+        file, plain = Path(folder) / name, Path(folder) / "plain.txt"
+        file.write_bytes((mark + "".join(row + line_break for row in rows)).encode())
+        plain.write_text("\n".join(rows) + "\n", encoding="utf-8")
+        if read_text_file(str(file)) != plain.read_text(encoding="utf-8"):
+            raise Mismatch(f"{name} is read as {read_text_file(str(file))!r}")
+        counted = mh.census(model, str(file), out=Path(folder) / "out", tokenizer=words, threads=1)
+    sums: dict[tuple[int, int], list[Tensor]] = {}
+    for text in lines:
+        with mh.observe(model, probes=("entropy",)) as seen, torch.no_grad():
+            model(**words(text, return_tensors="pt", truncation=True))
+        for layer in seen.layers:
+            for head, values in enumerate(layer.sample().statistics["entropy"]):
+                sums.setdefault((layer.number, head), []).append(values)
+    for row in counted.table(kinds=False).rows:
+        expected = float(torch.cat(sums[row["layer"], row["head"]]).double().mean())
+        if abs(row["entropy"] - expected) > 1e-4:
+            raise Mismatch(f"L{row['layer']} H{row['head']} has entropy {row['entropy']}, not {expected}")
