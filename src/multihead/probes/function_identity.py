@@ -3,7 +3,8 @@
 The identity is a hash of the function's code, constants, default values, closure and of the global values that it
 reads, without names of files and line numbers. The same function, defined twice, pickled or sent to another process of
 the same Python version, has the same identity. Functions of this library and of installed packages are identified by
-their names, so that the identity of a built-in probe depends neither on the Python version nor on line edits.
+their names, so that the identity of a built-in probe depends neither on the Python version nor on line edits; those
+without a name of their own, lambdas and functions inside functions, by their code.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ class _Description:
 
     def _of_function(self, function: FunctionType) -> Iterator[str]:
         around = self.names
-        if _is_foreign(function.__module__ or "") or _is_installed(function.__code__.co_filename):
+        foreign = _is_foreign(function.__module__ or "") or _is_installed(function.__code__.co_filename)
+        if foreign and "<" not in function.__qualname__:  # neither <lambda> nor <locals>
             yield f"function {function.__module__}.{function.__qualname__}"
         else:
             yield from self.of_value(function.__code__)
