@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,13 @@ def saved(file: Path, model: Any, architecture: str, entries: Mapping[str, Any],
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     writer = GGUFWriter(file, architecture)
     sizes = {
-        "context_length": config.max_position_embeddings,
+        "context_length": getattr(config, "max_position_embeddings", 512),
         "embedding_length": config.hidden_size,
         "block_count": layers,
-        "feed_forward_length": getattr(config, "intermediate_size", 4 * config.hidden_size),
+        "feed_forward_length": next(
+            (getattr(config, name) for name in ("intermediate_size", "d_ff") if hasattr(config, name)),
+            4 * config.hidden_size,
+        ),
         "attention.head_count": heads,
         "vocab_size": config.vocab_size,
     }
@@ -92,8 +95,9 @@ def saved(file: Path, model: Any, architecture: str, entries: Mapping[str, Any],
             add[type(value)](key, value)
     (number,) = (each for each, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(number, layers)
-    for name, parameter in model.named_parameters():
-        found, tensor = names.get_name(name, try_suffixes=(".weight", ".bias")), parameter.detach().float()
+    for name, parameter in _with_split_experts(model):
+        known = name.removeprefix("transformer.") if architecture == "bloom" else name
+        found, tensor = names.get_name(known, try_suffixes=(".weight", ".bias")), parameter.detach().float()
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             rows = heads if "q_proj" in name else config.num_key_value_heads
             tensor = tensor.unflatten(0, (rows, 2, -1)).transpose(1, 2).flatten(0, 2)  # pairs side by side
@@ -101,6 +105,10 @@ def saved(file: Path, model: Any, architecture: str, entries: Mapping[str, Any],
             tensor = tensor + 1
         if architecture == "gpt2" and tensor.dim() == 2 and ".h." in name:
             tensor = tensor.T
+        if architecture == "bloom" and "query_key_value" in name:
+            tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        if architecture == "lfm2" and "conv.conv" in name:
+            tensor = tensor.squeeze(1)
         writer.add_tensor(found, tensor.contiguous().numpy())
     for name, tensor in tensors.items():
         writer.add_tensor(name.replace("__", "."), tensor.float().numpy())
@@ -109,3 +117,15 @@ def saved(file: Path, model: Any, architecture: str, entries: Mapping[str, Any],
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _with_split_experts(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and parameters of a model; the gates of its experts and what they gate are two tensors."""
+    for name, parameter in model.named_parameters():
+        layer, is_joined, _ = name.partition("experts.gate_up_proj")
+        if is_joined:
+            yield from zip(
+                (f"{layer}experts.{one}_proj.weight" for one in ("gate", "up")), parameter.chunk(2, dim=1), strict=True
+            )
+        else:
+            yield f"{name}.weight" if name.endswith("experts.down_proj") else name, parameter

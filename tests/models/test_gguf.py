@@ -203,7 +203,67 @@ CASES = {
     "GPT-2": Case(
         hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1),
         "gpt2",
-        {"attention.layer_norm_epsilon": 1e-5},
+        {"attention.layer_norm_epsilon": 1e-5, "attention.head_count_kv": 4},
+    ),
+    "Falcon": Case(
+        hf.FalconConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=512
+        ),
+        "falcon",
+        {"attention.layer_norm_epsilon": 1e-5, "attention.head_count_kv": 1},
+    ),
+    "BLOOM": Case(
+        hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+        "bloom",
+        {"attention.layer_norm_epsilon": 1e-5, "attention.head_count_kv": 4},
+    ),
+    "T5": Case(
+        hf.T5Config(
+            vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu"
+        ),
+        "t5",
+        {
+            "attention.head_count_kv": 4,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "attention.layer_norm_epsilon": 1e-6,
+            "attention.relative_buckets_count": 32,
+        },
+    ),
+    "Qwen 3 with experts": Case(
+        hf.Qwen3MoeConfig(**GROUPED, head_dim=16, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
+        "qwen3moe",
+        {"attention.key_length": 16, "attention.value_length": 16, "expert_count": 4, "expert_used_count": 2},
+    ),
+    "MiniMax-M2": Case(
+        hf.MiniMaxM2Config(
+            **GROUPED,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters=scaled(partial_rotary_factor=0.5),
+        ),
+        "minimax-m2",
+        {
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.dimension_count": 8,
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_gating_func": 2,
+        },
+        {f"blk__{layer}__exp_probs_b__bias": torch.zeros(4) for layer in (0, 1)},
+    ),
+    "LFM2": Case(
+        hf.Lfm2Config(
+            **{**GROUPED, "tie_word_embeddings": True},
+            layer_types=["conv", "full_attention"],
+            norm_eps=1e-6,
+            block_auto_adjust_ff_dim=False,
+            rope_parameters=scaled(),
+        ),
+        "lfm2",
+        {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
     ),
 }
 
@@ -211,7 +271,8 @@ CASES = {
 def written(case: Case, file: Path) -> Any:
     """Write the file of a case, and return the model that it holds, with eager attention."""
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(case.config, attn_implementation="eager").eval()
+    kind = hf.AutoModel if case.config.is_encoder_decoder else hf.AutoModelForCausalLM
+    model = kind.from_config(case.config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name and "ln_" not in name:
@@ -227,10 +288,14 @@ def written(case: Case, file: Path) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_the_model_is_the_one_that_the_file_describes(name: str, tmp_path: Path) -> None:
     model = written(CASES[name], tmp_path / "model.gguf")
-    loaded = load(str(tmp_path / "model.gguf"), head="language").model
+    translates = model.config.is_encoder_decoder
+    loaded = load(str(tmp_path / "model.gguf"), head=None if translates else "language").model
     ids = torch.randint(64, (2, 40), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": ids, **({"decoder_input_ids": ids} if translates else {})}
+    for each in (loaded, model):
+        each.set_experts_implementation("eager")  # PyTorch's product of experts has no float64
     with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(loaded.double()(**given)[0], model.double()(**given)[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -279,14 +344,20 @@ YARN_RAMP = _yarn_ramp()
         ("rope.scaling.yarn_log_multiplier", 0.1),
         ("rope.dimension_sections", [1, 1, 2, 0]),
         ("rope.freq_base_swa", 100.0),
+        ("GPT-2:attention.head_count_kv", 2),
+        ("BLOOM:attention.head_count_kv", 2),
+        ("Falcon:attention.head_count_kv", 2),
+        ("T5:attention.value_length", 8),
     ],
 )
 def test_an_entry_of_attention_that_nobody_reads_is_refused(entry: str, value: Any, tmp_path: Path) -> None:
-    written(Case(llama(), "llama", {entry: value}), tmp_path / "model.gguf")
+    name, _, of_family = entry.rpartition(":")
+    case = CASES[name] if name else Case(llama(), "llama", {})
+    written(case._replace(entries={**case.entries, of_family: value}), tmp_path / "model.gguf")
     with pytest.raises(ModelError) as caught:
         load(str(tmp_path / "model.gguf"))
     assert str(caught.value) == (
-        f"model.gguf cannot be read: its entry llama.{entry} is {_as_read(value)!r}, "
+        f"model.gguf cannot be read: its entry {case.architecture}.{of_family} is {_as_read(value)!r}, "
         "which this model of transformers does not have. Give the model as a folder that model.save_pretrained wrote."
     )
 

@@ -143,7 +143,13 @@ class _Configuration:
         self.config, self.header, self.entries = config, header, header.of_model
         self.family = str(config.model_type).removesuffix("_text")
         known: Mapping[str, str | None] = GGUF_CONFIG_MAPPING.get(self.family, {})
-        self.read = {name for name, field in known.items() if field is not None and hasattr(config, field)}
+        # A field that the family does not have is kept as an attribute that no layer reads.
+        default = type(config)()
+        self.read = {
+            name
+            for name, field in known.items()
+            if field is not None and (hasattr(default, field) or not hasattr(config, field))
+        }
         heads = self.entries.get("attention.head_count")
         self.num_heads = heads if isinstance(heads, int) and heads > 0 else None
         self.rotary: dict[str, Any] | None = getattr(config, "rope_parameters", None)
@@ -152,8 +158,7 @@ class _Configuration:
             self.rotary = self.rotary["full_attention"]
 
     def read_all(self) -> None:
-        if self.family not in ("gemma4", "minimax_m2", "t5", "umt5"):  # whose head sizes transformers reads
-            self._read_head_sizes()
+        self._read_head_sizes()
         self._read_rotary()
         self._read_scaling()
         self._read_window()
@@ -185,13 +190,13 @@ class _Configuration:
         self.head_dim = key_size or (rows // heads if rows else config.hidden_size // heads)
         if value_size not in (None, self.head_dim):
             self.reject("attention.value_length")
-        if hasattr(config, "head_dim"):
+        if "head_dim" in {*vars(config), *config.attribute_map}:  # else it is computed
             config.head_dim = self.head_dim
         elif self.head_dim * heads != config.hidden_size:
             self.reject("attention.key_length")
         if "attention.head_count_kv" not in self.entries and hasattr(config, "num_key_value_heads"):
             config.num_key_value_heads = key_rows // self.head_dim if key_rows else heads
-        if self.take("attention.head_count_kv") == heads:
+        if self.entries.get("attention.head_count_kv") == (1 if getattr(config, "multi_query", False) else heads):
             self.read.add("attention.head_count_kv")
         biases = [f"blk.0.attn_{one}.bias" in self.header.tensors for one in ("q", "k", "v", "output")]
         if all(biases) and hasattr(config, "attention_bias"):
@@ -298,7 +303,7 @@ class _Configuration:
             config.layer_types = ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
     def _read_scores(self) -> None:
-        """Set the scale and the limit of scores, and the epsilon of the norms."""
+        """Set the scale and the limit of scores, the epsilon of the norms, and the activation of T5."""
         config, scale, cap = self.config, self.take("attention.scale"), self.take("attn_logit_softcapping")
         head_dim = getattr(self, "head_dim", None)
         if hasattr(config, "query_pre_attn_scalar") and head_dim is not None:
@@ -321,6 +326,8 @@ class _Configuration:
         field = next((each for each in _EPSILONS if hasattr(config, each)), None)
         if values and field is not None and not known:
             setattr(config, field, values[0])
+        if getattr(config, "is_gated_act", False):
+            config.dense_act_fn = "gelu_new"  # not an entry either: of T5, which transformers takes to have another
         if self.take("attention.causal", default=True) is False and "encoder" not in self.header.architecture:
             self.reject("attention.causal")
 
