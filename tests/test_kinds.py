@@ -179,7 +179,7 @@ def test_a_kind_without_texts_of_its_own_is_described_by_its_rules() -> None:
     plain = Kind("far_away", probes.PROBES["mean_distance"], above_chance=5.0, at_least=9.0)
     assert plain.label("en") == plain.label("zh") == "far away"
     assert plain.definition("en") == "At least 5.0 tokens beyond chance, at least 9.0 tokens (“distance”)."
-    assert plain.fill_sentence(plain.brief, "en", 12.0, 3.0) == "far away, 12.0 tokens (chance 3.0 tokens)"
+    assert plain.fill_sentence("brief", "en", 12.0, 3.0) == "far away, 12.0 tokens (chance 3.0 tokens)"
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,6 @@ def seems_to_be(content: bytes) -> str | None:
             return "BIG5"
         if _decoded(content, "gb18030") is not None and len(trails) > 1:
             return "GB18030"
-    high = bytes(byte for byte in content if byte >= 0x80)
     if len(high) > 3 and other_script and sum(byte >= 0xC0 for byte in high) >= _MIN_SHARE * len(high):
         return "WINDOWS-1251" if sum(byte >= 0xE0 for byte in high) > len(high) / 2 else "KOI8-R"
     if high and not other_script:

@@ -45,16 +45,20 @@ RENAMED_KINDS = {f"{name}_token": name for name in ("previous", "next", "self", 
 
 _GLYPH_PATTERN = re.compile(r"[MmLlHhVvZzCcSsQqTtAa0-9 .,-]*", re.ASCII)
 _COLOUR_PATTERN = re.compile(r"#[0-9A-Fa-f]{6}", re.ASCII)
-_SENTENCE_TEXTS = {
-    "en": "is a head of the kind “{label}”: {share}, where chance is {chance}.",
-    "zh": "属于“{label}”：{share}，随机水平为 {chance}。",
+_SENTENCES = {  # of a kind without its own
+    "sentence": {
+        "en": "is a head of the kind “{label}”: {share}, where chance is {chance}.",
+        "zh": "属于“{label}”：{share}，随机水平为 {chance}。",
+    },
+    "brief": {"en": "{label}, {share} (chance {chance})", "zh": "{label}，{share}（随机水平 {chance}）"},
 }
-_BRIEF_TEXTS = {"en": "{label}, {share} (chance {chance})", "zh": "{label}，{share}（随机水平 {chance}）"}
-_SENTENCE_OF_LARGEST = {
-    "en": "is a head of the kind “{label}”: {share} of what an even spread gives.",
-    "zh": "属于“{label}”：为均匀分布时的 {share}。",
+_SENTENCES_OF_LARGEST = {  # of a kind whose share is one of what an even spread gives
+    "sentence": {
+        "en": "is a head of the kind “{label}”: {share} of what an even spread gives.",
+        "zh": "属于“{label}”：为均匀分布时的 {share}。",
+    },
+    "brief": {"en": "{label}, {share} of an even spread", "zh": "{label}，均匀分布时的 {share}"},
 }
-_BRIEF_OF_LARGEST = {"en": "{label}, {share} of an even spread", "zh": "{label}，均匀分布时的 {share}"}
 _DEFINITIONS = {
     "en": "{rules} (“{statistic}”).",
     "zh": "{rules}（“{statistic}”）。",
@@ -91,8 +95,9 @@ class Kind:
             default generated from the thresholds.
         bound: language -> definition used if q and k were not kept, so that the mean is only a lower bound.
         sentence: language -> predicate of a finding about a head, with the placeholders {share}, {chance}, {label},
-            {first}, {separator} and {after_start} (" after “<s>”", the start token of repeated random tokens).
-        brief: language -> short form of `sentence`.
+            {first}, {separator} and {after_start} (" after “<s>”", the start token of repeated random tokens); by
+            default with the label and the share.
+        brief: language -> short form of `sentence`, with the same default.
         glyph: an icon of the attention pattern, as the `d` of an SVG path on 12 x 12 units.
         colour: colours on light and on dark pages, "#rrggbb" each.
         needs: what measuring the kind needs, for the message if it is missing; by default its statistic.
@@ -120,8 +125,8 @@ class Kind:
     labels: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
     about: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
     bound: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
-    sentence: TextByLanguage = field(default_factory=lambda: _SENTENCE_TEXTS, kw_only=True, repr=False, hash=False)
-    brief: TextByLanguage = field(default_factory=lambda: _BRIEF_TEXTS, kw_only=True, repr=False, hash=False)
+    sentence: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
+    brief: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
     glyph: str = field(default="M1 1h10v10h-10z", kw_only=True, repr=False)
     colour: tuple[str, str] = field(default=("#55565E", "#AEB1B7"), kw_only=True, repr=False)
     needs: str = field(default="", kw_only=True, repr=False)
@@ -194,13 +199,14 @@ class Kind:
         """Whether shares are shown next to chance, which is 100 % for a share of what an even spread gives."""
         return self.of_largest is None
 
-    def fill_sentence(self, texts: TextByLanguage, lang: str, share: float, chance: float, **names: str) -> str:
-        """Return `texts` (`sentence` or `brief`) in a language, with its placeholders filled in."""
+    def fill_sentence(
+        self, part: Literal["sentence", "brief"], lang: str, share: float, chance: float, **names: str
+    ) -> str:
+        """Return `sentence` or `brief` in a language, with its placeholders filled in."""
         values = {"share": self.format_value(share), "chance": self.format_value(chance), "label": self.label(lang)}
-        if not self.has_chance:
-            defaults = (_SENTENCE_TEXTS, _SENTENCE_OF_LARGEST), (_BRIEF_TEXTS, _BRIEF_OF_LARGEST)
-            texts = next((of_largest for default, of_largest in defaults if texts == default), texts)
-        return _in_language(texts, lang).format(**values, **names)
+        default = (_SENTENCES if self.has_chance else _SENTENCES_OF_LARGEST)[part]
+        own = self.sentence if part == "sentence" else self.brief
+        return _in_language(own or default, lang).format(**values, **names)
 
 
 def check_kinds(kinds: Sequence[object]) -> None:

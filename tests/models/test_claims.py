@@ -74,7 +74,7 @@ def test_more_layers_than_any_model_has(first: bytes, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("value", [-4, 2.5, "four"])
-def test_a_width_or_number_of_heads_that_is_no_count_is_rejected(name: str, value: object) -> None:
+def test_a_size_that_is_no_count_is_rejected(name: str, value: object) -> None:
     with pytest.raises(ModelError) as caught:
         check_configured_sizes("model", {"text_config": {name: value}})
     assert str(caught.value) == (

@@ -55,3 +55,14 @@ def test_negative_ids_are_rejected_and_unknown_embeddings_accept_all() -> None:
         check_token_ids(model, torch.tensor([3, -1]), "bert")
     check_token_ids(model, torch.tensor([3, 8]), "bert")
     check_token_ids(torch.nn.Linear(1, 1), torch.tensor([10**9]), "other")
+
+
+def test_ids_are_not_compared_with_the_embeddings_of_the_decoder_of_a_model_that_reads_audio() -> None:
+    from transformers import WhisperConfig, WhisperModel
+
+    sizes = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = WhisperModel(WhisperConfig(vocab_size=9, pad_token_id=0, num_mel_bins=4, **sizes, **heads))
+    check_token_ids(model, torch.tensor([9]), "whisper")
+    with pytest.raises(InputError, match=r"^A token has the id 9, and whisper has embeddings for the ids 0 to 8\."):
+        check_token_ids(model.get_decoder(), torch.tensor([9]), "whisper")

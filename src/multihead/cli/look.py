@@ -20,7 +20,7 @@ from multihead.cli.look_output import (
     print_memory_and_files,
     print_textbook_heads,
 )
-from multihead.cli.model_options import check_no_surplus, given_once, model_options, parse_layers
+from multihead.cli.model_options import check_no_surplus, model_options, option_given_once, parse_layers
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, table_options, write_tables
 from multihead.errors.optional import require
@@ -52,28 +52,18 @@ SORT_COLUMNS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
 
 @click.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})  # rejected with the option they lack
 @click.argument("model")
-@click.option(
-    "--text",
-    "text_file",
-    multiple=True,
-    callback=given_once,
-    metavar="FILE",
-    help="Read this text file (UTF-8); - reads standard input.",
+@option_given_once(
+    "--text", "text_file", metavar="FILE", description="Read this text file (UTF-8); - reads standard input."
 )
-@click.option("--prompt", multiple=True, callback=given_once, metavar="TEXT", help="Read this text.")
-@click.option(
-    "--audio",
-    multiple=True,
-    callback=given_once,
-    metavar="FILE",
-    help="Read this audio, for speech models: WAV, or an array of NumPy (.npy).",
+@option_given_once("--prompt", metavar="TEXT", description="Read this text.")
+@option_given_once(
+    "--audio", metavar="FILE", description="Read this audio, for speech models: WAV, or an array of NumPy (.npy)."
 )
-@click.option(
+@option_given_once(
     "--decoder-text",
-    multiple=True,
-    callback=given_once,
     metavar="TEXT",
-    help="The text of the decoder, for encoder-decoder models.  [default: generated from what the encoder reads]",
+    description="The text of the decoder, for encoder-decoder models.  "
+    "[default: generated from what the encoder reads]",
 )
 @click.option(
     "--tokens", type=click.IntRange(min=1), metavar="N", help="Cut the text to N tokens, special tokens included."

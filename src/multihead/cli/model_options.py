@@ -1,4 +1,4 @@
-"""Options that commands share: --layers, --device, --dtype, --port, --browser and --import; and surplus arguments."""
+"""Options that commands share, options that are given once, and surplus arguments."""
 
 from __future__ import annotations
 
@@ -84,17 +84,13 @@ def _add_options(command: Callable[..., Any], options: Sequence[Callable[..., An
     return command
 
 
-def given_once(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> str | None:
-    """Return the value of an option that takes one text, which click would take from its last occurrence.
+def option_given_once(*names: str, metavar: str, description: str) -> Callable[[Any], Any]:
+    """Return a decorator that adds an option for one text; of several, click alone would take the last."""
+    return click.option(*names, multiple=True, callback=_check_given_once, metavar=metavar, help=description)
 
-    Args:
-        context: of the command.
-        option: the option, which is declared with `multiple=True`.
-        values: what was given, in order.
 
-    Raises:
-        UsageError: the option is given more than once.
-    """
+def _check_given_once(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> str | None:
+    """Return the value of an option, or None; reject several values."""
     if len(values) > 1:
         raise click.UsageError(
             f"{option.opts[0]} is given {len(values)} times, and `multihead {context.info_name}` reads one text. Give "

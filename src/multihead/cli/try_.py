@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from multihead.cli.language import lang_option
-from multihead.cli.model_options import check_no_surplus, device_options, given_once, server_options
+from multihead.cli.model_options import check_no_surplus, device_options, option_given_once, server_options
 from multihead.cli.progress import Steps
 from multihead.errors.optional import require
 from multihead.files import read_text_file
@@ -29,20 +29,11 @@ on the Hugging Face hub. `multihead ablate` prints the same numbers as a table, 
 # What follows MODEL without an option is rejected by `check_no_surplus`, which names the option.
 @click.command("try", epilog=EXAMPLES, context_settings={"allow_extra_args": True})
 @click.argument("model")
-@click.option(
-    "--prompt",
-    multiple=True,
-    callback=given_once,
-    metavar="TEXT",
-    help="The text to begin with.  [default: one that suits the model]",
+@option_given_once(
+    "--prompt", metavar="TEXT", description="The text to begin with.  [default: one that suits the model]"
 )
-@click.option(
-    "--text",
-    "text_file",
-    multiple=True,
-    callback=given_once,
-    metavar="FILE",
-    help="Begin with this text file (UTF-8); - reads standard input.",
+@option_given_once(
+    "--text", "text_file", metavar="FILE", description="Begin with this text file (UTF-8); - reads standard input."
 )
 @device_options
 @server_options

@@ -154,7 +154,7 @@ class KindCount(NamedTuple):
     Attributes:
         kind: the kind of head.
         heads: the heads of this kind, the largest share first.
-        chance: chance levels of these heads as text: one number, or the smallest and the largest; "–" for a share of$
+        chance: chance levels of these heads as text: one number, or the smallest and the largest; "–" for a share of
             what an even spread gives.
     """
 

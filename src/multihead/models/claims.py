@@ -24,7 +24,7 @@ _LAYER_COUNT_PATTERN = re.compile(
 # and no number of one layer, which may count from the end (vision_feature_layer).
 _SIZE_PATTERN = re.compile(
     r"(?:(?:encoder|decoder|num|n)_)+(?:(?:attention_|key_value_|kv_)?heads?|(?:hidden_)?layers?)|"
-    r"attention\.head_count|attention\.head_count_kv|embedding_length|block_count|"
+    r"attention\.head_count(_kv)?|embedding_length|block_count|"
     r"hidden_size|d_model|n_embd|head_dim|d_kv|intermediate_size|vocab_size"
 )
 

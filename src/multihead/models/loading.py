@@ -151,8 +151,7 @@ class LoadedModel:
         Raises:
             InputError: the model has no embedding of a token.
         """
-        if getattr(self.model, "main_input_name", "input_ids") == "input_ids":  # whisper has embeddings of its decoder
-            check_token_ids(self.model, encoded.ids, self.title)
+        check_token_ids(self.model, encoded.ids, self.title)
         ids = encoded.ids.to(next(self.model.parameters()).device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # a single text has no padding
 

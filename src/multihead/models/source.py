@@ -142,12 +142,11 @@ def _explain_folder_without_configuration(folder: Path, model: str) -> tuple[str
         last = max(inner, key=lambda each: (each.name.startswith("checkpoint-"), len(each.name), each.name))
         kind = ", but a pipeline of diffusers" if (folder / "model_index.json").is_file() else ""
         return f"{finding[:-1]}{kind}.", f'Give a folder in it, such as "{last}".'
-    onnx, *_ = [*sorted(folder.glob("*.onnx")), None]
-    if onnx is not None:
+    if (onnx := min(folder.glob("*.onnx"), default=None)) is not None:
         return f'The folder "{model}" contains an ONNX file ({onnx.name}) and no config.json.', _PYTORCH_MODEL
-    weights, *_ = [*(file for pattern in _WEIGHT_FILES for file in sorted(folder.glob(pattern))), None]
-    if weights is not None:
-        finding = f'The folder "{model}" contains weights ({weights.name}) and no config.json.'
+    weights = [file for pattern in _WEIGHT_FILES for file in sorted(folder.glob(pattern))]
+    if weights:
+        finding = f'The folder "{model}" contains weights ({weights[0].name}) and no config.json.'
         mend = "Save the model with model.save_pretrained(folder), which writes both."
     return finding, mend
 

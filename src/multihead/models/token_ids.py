@@ -10,7 +10,7 @@ from multihead.errors import InputError
 
 
 def check_token_ids(model: nn.Module, ids: Tensor, title: str) -> None:
-    """Reject token ids for which a model has no embedding; models whose embeddings are not known accept all.
+    """Reject token ids for which a model has no embedding; models without known embeddings of their input accept all.
 
     Args:
         model: a model of transformers, or its decoder.
@@ -35,6 +35,9 @@ def check_token_ids(model: nn.Module, ids: Tensor, title: str) -> None:
 
 
 def _count_embeddings(model: Any) -> int | None:
+    """Return the number of embeddings of input ids; None if the main input is another one, such as audio."""
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        return None
     try:
         return int(model.get_input_embeddings().num_embeddings)
     except (AttributeError, NotImplementedError, TypeError, ValueError):

@@ -418,9 +418,7 @@ def findings(
             brief, sentence = (words[each].format(**values) for each in ("distance.brief", "distance.sentence"))
         else:
             names = {"first": first, "separator": separator, "after_start": after_start}
-            brief, sentence = (
-                topic.fill_sentence(each, lang, value, level, **names) for each in (topic.brief, topic.sentence)
-            )
+            brief, sentence = (topic.fill_sentence(part, lang, value, level, **names) for part in ("brief", "sentence"))
         opening = words["place"].format(layer=profile.number, head=head)
         brief = (opening + words["join.sentences"] + brief).replace("\u00a0", " ")
         name = DISTANCE_TOPIC if topic is None else topic.name

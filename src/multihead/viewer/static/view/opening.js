@@ -75,7 +75,7 @@ function looker(l, h, { text, from }, q, w) {
   const p = q + from, first = text ? firstPart(text, p) : p, name = text?.labels[first] ?? String(q);
   const again = text && (first !== p || text.labels.indexOf(name) !== text.labels.lastIndexOf(name));
   const cell = el('a', { href: toCell(record.run, record.sample, l, h, q, chosen), title: `${translate('query')} ${count(q)} → ${translate('key')} ${count(chosen)}` }, quoted(name), ...(again ? [el('sub', { textContent: count(q) })] : []));
-  return el('span', { className: 'pair' }, cell, NBSP + short(w));
+  return el('span', { className: 'looker' }, cell, NBSP + short(w));
 }
 
 async function look(spans, text) {
