@@ -131,10 +131,9 @@ command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/n
 { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends g++-aarch64-linux-gnu qemu-user; }
 endef
 
-cuda: $(LIBRARY) $(TESTS)  ## on a machine with a GPU: test, fuzz and measure what runs there
-	$(BIN)/python -m pytest --numprocesses 4 tests/kernels/test_cuda.py
-	$(BIN)/python -m tests.fuzz --device cuda
-	$(BIN)/python -m benchmarks.cuda
+# It uses the torch of $(PYTHON), and neither .venv nor the native library. PARTS=questions,contract runs these alone.
+cuda:  ## on a machine with a GPU: questions, compile, contract, fuzz, measure; SECONDS=150 for a shorter run
+	$(PYTHON) tools/cuda.py --out build/cuda --seconds $(or $(SECONDS),360) $(if $(PARTS),--parts $(PARTS))
 
 wheel: $(TOOLS)  ## build the Linux wheel, check it, use it where there is no compiler and no source; writes dist/
 	@$(PIP) --group wheel

@@ -10,27 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import Tensor
 
 import multihead as mh
-from multihead import masks, scores
+from multihead import contract, masks
 from multihead.compat.torch_nn import from_torch
-from tests import oracle
 
 if not torch.cuda.is_available():
     pytest.skip("it needs a GPU", allow_module_level=True)
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-MASKS = {
-    "full": masks.Full(),
-    "causal": masks.Causal(),
-    "window": masks.Window(100, after=3),
-    "documents": masks.Documents((90, 130, 80)) & masks.Causal(),
-    "lengths": masks.Lengths((300, 130)) & masks.Causal(),
-    "no interval": masks.Window(64) | masks.Prefix(8),
-}
-ERRORS = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of values of about 1, by their roundings
 
 
 def drawn(queries: int, keys: int, *, dim: int, dtype: torch.dtype, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
@@ -38,55 +27,15 @@ def drawn(queries: int, keys: int, *, dim: int, dtype: torch.dtype, heads: int =
     return [torch.randn(2, *size, dim, device=CUDA).to(dtype).requires_grad_() for size in sizes]
 
 
-@pytest.mark.parametrize("dtype", ERRORS)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("call", contract.CALLS, ids=str)
 @pytest.mark.parametrize("kernel", ["flex", "sdpa"])
-def test_output_logsumexp_and_gradients_of_every_kind_of_mask(name: str, dtype: torch.dtype, kernel: str) -> None:
+def test_every_kernel_passes_the_contract(kernel: str, call: contract.Call) -> None:
     """PyTorch's fused kernels take full and causal attention, in float32 without groups, and flex_attention all."""
-    dim = {torch.float32: 32, torch.bfloat16: 128, torch.float16: 20}[dtype]
-    given = drawn(300, 300, dim=dim, dtype=dtype, kv_heads=4 if dtype == torch.float32 else 2)
-    fused = name in ("full", "causal")
-    assert mh.explain(*given, mask=MASKS[name]).kernel == ("sdpa" if fused else "flex")
-    if kernel == "sdpa" and not fused:
-        return
-    found = mh.attention_with_logsumexp(*given, mask=MASKS[name], kernel=kernel)
-    doubled = [each.detach().double().cpu().requires_grad_() for each in given]
-    dense = oracle.attend(*doubled, oracle.shown(MASKS[name], (2, 4, 300, 300)))
-    of_output, of_logsumexp = torch.randn(2, 4, 300, dim), torch.randn(2, 4, 300)
-    exact = torch.autograd.grad((dense.output, dense.logsumexp), doubled, (of_output.double(), of_logsumexp.double()))
-    cotangents = (of_output.to(CUDA, dtype), of_logsumexp.to(CUDA))
-    torch.autograd.grad(found, given, cotangents, retain_graph=True)
-    grads = torch.autograd.grad(found, given, cotangents)
-    expected = (dense.output.detach(), dense.logsumexp.detach(), *exact)
-    for value, right in zip((*found, *grads), expected, strict=True):
-        largest = float(right[right.isfinite()].abs().max())
-        assert oracle.difference(value.detach().cpu(), right) <= ERRORS[dtype] * max(1.0, largest)
-
-
-@pytest.mark.parametrize("kind", ["softcap", "bias", "relative bias", "sinks", "one query"])
-def test_the_terms_of_a_call_reach_flex_attention(kind: str) -> None:
-    queries = 1 if kind == "one query" else 200
-    q, k, v = (each.detach() for each in drawn(queries, 200, dim=64, dtype=torch.float32))
-    options: dict[str, Any] = {"mask": masks.Causal(), "query_start": 200 - queries}
-    dense: dict[str, Any] = {}
-    if kind == "softcap":
-        options["softcap"] = dense["softcap"] = 2.0
-    elif kind == "bias":
-        bias = torch.randn(1, 4, queries, 200)
-        options["bias"], dense["bias"] = bias.to(CUDA), bias.double()
-    elif kind == "relative bias":
-        of_position = scores.ALiBi(4)
-        options["bias"] = of_position.to(CUDA)(queries, 200, device=CUDA, dtype=torch.float32)
-        values = of_position.to(CPU)(queries, 200, dtype=torch.float64).values
-        place = torch.arange(200) - torch.arange(queries)[:, None] + queries - 1
-        dense["bias"] = values[:, :, place]
-    elif kind == "sinks":
-        sinks = torch.randn(4)
-        options["sinks"], dense["sinks"] = sinks.to(CUDA), sinks.double()
-    found = mh.attention(q, k, v, **options)
-    seen = oracle.shown(masks.Causal(), (2, 4, queries, 200), 200 - queries)
-    exact = oracle.attend(*(each.double().cpu() for each in (q, k, v)), seen, **dense).output
-    assert oracle.difference(found.cpu(), exact) <= 2e-5
+    grouped_float32 = call.dtype == torch.float32 and call.kv_heads < contract.HEADS
+    fused = call.name in ("full", "causal", "one query") and not grouped_float32
+    assert contract.accepts(kernel, call, CUDA) == (kernel == "flex" or fused)
+    if contract.accepts(kernel, call, CUDA):
+        contract.check(kernel, call, CUDA)
 
 
 def test_a_call_waits_for_no_value_of_the_gpu() -> None:
@@ -185,6 +134,8 @@ def test_a_mask_of_100_000_tokens_takes_memory_linear_in_them() -> None:
 
 
 def llama() -> Any:
+    import transformers as hf
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = hf.LlamaConfig(**sizes, head_dim=32, intermediate_size=64, vocab_size=100, initializer_range=0.3)
