@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -21,8 +22,9 @@ from tests.word_models import save_word_models
 TEXTS = {"first.txt": "the key is under the door", "second.txt": "nobody saw the key before it"}
 
 
-def run(*args: str, columns: int = 400) -> Result:
-    environment = {"COLUMNS": str(columns), "NO_COLOR": "1"}  # 400: wide enough for the paths of any temporary folder
+def run(*args: str, columns: int | None = None) -> Result:
+    """Run the command in a terminal of `columns`, or into a pipe."""
+    environment = {"COLUMNS": None if columns is None else str(columns), "NO_COLOR": "1"}
     return CliRunner().invoke(main, ["ablate", *args], prog_name="multihead", env=environment)
 
 
@@ -137,7 +139,7 @@ def test_the_table_has_a_row_per_text_and_their_mean(folder: Path, tmp_path: Pat
 
 def test_one_text_has_no_standard_error_and_no_row_of_means(folder: Path) -> None:
     lines = run(str(folder / "llama"), "--heads", "L0", "--prompt", "the key is").stdout.splitlines()
-    assert len(lines) == 8
+    assert lines[6] == ""
     assert lines[5].split()[:4] == ["the", "key", "is", "3"]
     assert lines[5].split()[7] == "–"
 
@@ -155,6 +157,18 @@ def test_in_80_columns_a_text_still_has_one_line(folder: Path, tmp_path: Path, l
     numbers = [f"{row['loss_before']:.3f}", f"{row['loss_after']:.3f}", f"{row['difference']:+.3f}"]
     assert lines[6].split()[-10:-7] == numbers
     assert lines[6].split()[-2:] == [f"{row['next_after_probability']:.1%}"[:-1], "%"]
+
+
+def test_cut_names_can_be_told_apart_and_a_pipe_has_whole_names(folder: Path) -> None:
+    prompts = [f"the key is under the {word} before it" for word in ("door", "key")]
+    args = [str(folder / "llama"), "--heads", "L0", *(each for prompt in prompts for each in ("--prompt", prompt))]
+    for columns in (60, 80, 120):
+        named = [re.split(r"\s+\d", line)[0] for line in run(*args, columns=columns).stdout.splitlines()[5:7]]
+        assert all("…" in name for name in named)
+        assert named[0] != named[1]
+    piped = run(*args).stdout.splitlines()
+    assert all(line.startswith(prompt) for line, prompt in zip(piped[5:7], prompts, strict=True))
+    assert [row["text"] for row in rows_of(*args)] == [*prompts, None]
 
 
 def test_everything_printed_is_in_the_language_asked_for(folder: Path) -> None:

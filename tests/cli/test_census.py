@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from rich.cells import cell_len
 
 import multihead as mh
 from multihead.cli import main
@@ -61,6 +62,19 @@ def test_it_prints_what_was_read_and_the_heads_with_the_largest_means(model: str
     again = run(model, "--texts", corpus, "--out", out, "--probes", "entropy,previous_mass", "--lang", "zh")
     assert again.stdout.splitlines()[0].startswith("tiny-bert：1 个分片中的 1 个，12 篇文本，")
     assert "本次运行" not in again.stdout  # nothing was left to count
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_a_narrow_terminal_has_fewer_heads_and_whole_names(counted: str, lang: str) -> None:
+    narrow, wide = (
+        [line.split() for line in run(counted, "--lang", lang, COLUMNS=columns).stdout.splitlines()[:-2]]
+        for columns in ("50", "200")
+    )
+    *_, cut = narrow
+    *_, whole = wide
+    assert cut == whole[: len(cut)]
+    assert 6 < len(cut) < len(whole)  # the name and the unit, two numbers, and heads of three words each
+    assert all(sum(map(cell_len, line)) + len(line) - 1 <= 50 for line in narrow)
 
 
 def test_it_prints_the_heads_of_each_kind_with_their_chance(corpus: str, tmp_path: Path) -> None:

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.cells import cell_len
 
 from multihead.cli import main
 from multihead.observation.record import Record
 from tests.record.analysis.test_changes import two_runs
 
 
-def run(*args: str) -> Result:
-    environment = {"COLUMNS": "100", "NO_COLOR": "1"}
+def run(*args: str, columns: int | None = None) -> Result:
+    """Run the command in a terminal of `columns`, or into a pipe."""
+    environment = {"COLUMNS": None if columns is None else str(columns), "NO_COLOR": "1"}
     return CliRunner().invoke(main, ["compare", *args], prog_name="multihead", env=environment)
 
 
@@ -52,6 +54,13 @@ def test_everything_printed_is_in_the_language_asked_for(files: tuple[str, str])
     lines = run(*files, "--lang", "zh").stdout.splitlines()
     assert lines[0].startswith("before.safetensors → after.safetensors：8 个头，平均散度 ")
     assert lines[2].split()[:2] == ["头", "散度"]
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+def test_no_line_is_wider_than_a_narrow_terminal(files: tuple[str, str], lang: str) -> None:
+    output = run(*files, "--lang", lang, columns=60).stdout
+    assert max(map(cell_len, output.splitlines())) <= 60
+    assert "…" not in output
 
 
 def test_csv_and_json_have_every_head_and_every_statistic(files: tuple[str, str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.cells import cell_len
 
 import multihead
 from multihead.cli import COMMANDS, main
@@ -41,6 +42,7 @@ def test_every_command_loads_and_its_help_shows_examples(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
     assert f"multihead {command}" in result.output
+    assert max(map(cell_len, result.output.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

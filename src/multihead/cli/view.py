@@ -25,11 +25,11 @@ EXAMPLES = """
 \b
 Examples:
   multihead view run.safetensors
-  multihead view before.safetensors after.safetensors     two runs, side by side
-  multihead view run.*.safetensors                        the ranks of one run, joined
+  multihead view before.safetensors after.safetensors  two runs, side by side
+  multihead view run.*.safetensors                  the ranks of a run, joined
   multihead view run.safetensors --no-browser --port 8000
   multihead view run.safetensors --sample 3 --lang zh
-  multihead view run.safetensors --import my_masks        masks of your own, defined in my_masks.py
+  multihead view run.safetensors --import my_masks  masks of your own
 
 RECORD is a file written by `seen.save("run.safetensors")`, after `with multihead.observe(model) as seen`.
 Coarse levels of long texts are built once and stored next to it, in RECORD.levels.

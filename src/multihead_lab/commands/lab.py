@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from multihead.cli.console import print_sentence
+from multihead.cli.console import empty_table, print_sentence
 from multihead.cli.language import lang_option
 from multihead.cli.progress import Steps
 from multihead.errors import ArgumentError
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 EXAMPLES = """
 \b
 Examples:
-  multihead lab                          everything, in a few minutes; writes lab.html
-  multihead lab --lang zh                the same in Chinese
-  multihead lab --only parameters        what can be counted, in seconds
-  multihead lab --quick --seeds 2        a first look at the training
+  multihead lab                      everything, in minutes; writes lab.html
+  multihead lab --lang zh            the same in Chinese
+  multihead lab --only parameters    what can be counted, in seconds
+  multihead lab --quick --seeds 2    a first look at the training
   multihead lab --seeds 20 --out 20.html
   multihead lab --heads 1,2,16 --only tasks
 """
@@ -125,12 +125,11 @@ def _print_chapter(console: Console, number: int, chapter: Chapter, phrases: Phr
 
 def _print_table(console: Console, table: Table) -> None:
     """Print one table of a chapter, at most as wide as the terminal and `MAX_TABLE_WIDTH`."""
-    from rich import box
     from rich.padding import Padding
-    from rich.table import Table as Drawn
     from rich.text import Text
 
-    drawn = Drawn(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", show_edge=False, padding=(0, 1, 0, 0))
+    drawn = empty_table(gap=2)
+    drawn.header_style = "dim"
     numeric = [all(_looks_like_number(row[place]) for row in table.rows) for place in range(len(table.columns))]
     for place, column in enumerate(table.columns):
         justify: Literal["left", "right"] = "right" if numeric[place] and place else "left"

@@ -33,11 +33,11 @@ AXIS_NAMES = ("batch", "length", "heads", "queries", "keys")  # axes whose entri
 EXAMPLES = """
 \b
 Examples:
-  multihead walk                                  2 samples of 3 positions, 3 heads of 2
-  multihead walk --lang zh                        the same in Chinese
-  multihead walk --part split                     only the split and the merge
+  multihead walk                 2 samples of 3 positions, 3 heads of 2
+  multihead walk --lang zh       the same in Chinese
+  multihead walk --part split    only the split and the merge
   multihead walk --length 4 --heads 2 --lengths 4,2
-  multihead walk --lengths 3,0                    a sample that is all padding
+  multihead walk --lengths 3,0   a sample that is all padding
   multihead walk --bias none --seed 7
   multihead walk --batch 8 --length 64 --model-dim 512 --heads 8
 """
