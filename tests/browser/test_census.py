@@ -83,6 +83,10 @@ def test_a_cell_opens_the_head_with_its_distributions_and_examples(shown: Callab
     assert page.locator(".examples li").count() == 5
     assert page.locator(".examples li >> nth=0 >> .tk.on").count() == 1
     assert page.evaluate("document.querySelector('.examples .tk.on').style.background") != ""
+    texts = page.locator(".examples .reading").all_inner_texts()
+    assert any("[CLS] " in text for text in texts)
+    assert not any(re.search(r"\[CLS\]\S|\S\[SEP\]", text) for text in texts)
+    assert set(page.locator(".examples .sp").all_inner_texts()) == {"[CLS]", "[SEP]"}
     page.click(".card >> nth=0")
     page.wait_for_function("location.hash === '#L1H1/entropy'")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -42,7 +42,7 @@ def test_the_plan_that_is_there_is_kept(plan: Plan, tmp_path: Path) -> None:
 
 def test_a_census_of_the_version_before_is_read_and_not_continued(plan: Plan, tmp_path: Path) -> None:
     old = replace(plan, version=1)
-    left_out = "model", "device", "title", "versions", "version"
+    left_out = "model", "device", "title", "versions", "special_tokens", "version"
     content = {name: value for name, value in asdict(old).items() if name not in left_out}
     written = json.dumps(content, sort_keys=True).encode()
     assert old.id == hashlib.blake2b(written, digest_size=16).hexdigest() != plan.id
@@ -100,11 +100,11 @@ class TestFilesThatChanged:
             plan.check_same_census(replace(plan, files={**plan.files, "b.txt": 1}))
 
     def test_a_plan_without_versions_has_the_same_id_and_is_read(self, plan: Plan, tmp_path: Path) -> None:
-        old = replace(plan, versions={})
+        old = replace(plan, versions={}, special_tokens=())
         assert old.id == plan.id
         assert old.write_or_check(tmp_path).versions == {}
         content = json.loads((tmp_path / PLAN_FILE).read_text(encoding="utf-8"))
-        del content["versions"], content["hash"]
+        del content["versions"], content["special_tokens"], content["hash"]
         (tmp_path / PLAN_FILE).write_text(json.dumps(content), encoding="utf-8")
         assert read_plan(tmp_path) == old
 

@@ -16,6 +16,7 @@ import torch
 import multihead as mh
 from multihead.counting.heads_table import CHANCE_COLUMNS, read_metadata, table_to_parquet
 from multihead.counting.merge import HEADS_FILE
+from multihead.counting.result import Example
 from multihead.errors import ArgumentError, InputError, ProbeError
 from multihead.models.loading import load
 from tests.counting.tiny import jsonl, random_texts
@@ -200,6 +201,18 @@ def test_an_example_leads_to_its_text(counted: mh.Census) -> None:
         text = counted.text(example)
         assert example.token in (text if not example.token.startswith("[") else "[CLS] [SEP]")
         assert f"»{example.token}«".replace(" ", "") in str(example).replace(" ", "")
+
+
+def test_special_tokens_stand_apart_in_an_example(counted: mh.Census) -> None:
+    whole = next(each for each in counted.top(0, 0, "entropy") if each.tokens[0] == "[CLS]" and each.position)
+    assert whole.special == [token in ("[CLS]", "[SEP]") for token in whole.tokens]
+    value, line = str(whole).split("  ")
+    assert value == f"{whole.value:.3f}"
+    assert line.startswith(("[CLS] w", "[CLS] »w"))
+    joined = Example(
+        0.5, 0, 0, 1, "said", 0, "<s>", 0, ["<s>", "said", "Ann", "</s>"], [0.5] * 4, [True, False, False, True]
+    )
+    assert str(joined) == "0.500  <s> »said«Ann </s>"
 
 
 def test_a_text_that_is_gone_is_an_error(model: str, tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def test_the_examples_are_those_of_the_census_and_their_command_reads_the_text(
     assert (position, key, start) == (example.position, example.key, example.start)
     assert data["words"][key_token] == example.key_token
     assert "".join(data["words"][token] for token in tokens) == "".join(example.tokens)
+    assert {data["words"][token] for token in data["special"]} == {"[CLS]", "[SEP]"}
     assert value == pytest.approx(example.value, rel=1e-3)
     assert values[position - start] == value
     before, between, after = data["runs"][0]["command"]

@@ -69,6 +69,7 @@ class Plan:
         files: name of a corpus file -> its size in bytes; None if the file was missing.
         shards: shards of the corpus, in the order in which they are merged.
         versions: name of a corpus file that existed -> what identifies its content besides the size.
+        special_tokens: the tokens with `special_ids`, which are set apart in examples; empty in plans of before.
         version: format version of the files of the census, see `PLAN_VERSION`.
     """
 
@@ -91,12 +92,14 @@ class Plan:
     files: dict[str, int | None]
     shards: tuple[Shard, ...]
     versions: dict[str, FileVersion] = field(default_factory=dict)
+    special_tokens: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
     @cached_property
     def id(self) -> str:
         """Hash of the fields of the plan that change the result; the model's name and the device are left out."""
-        left_out = ("model", "device", "title", "versions", *(("version",) if self.version == 1 else ()))
+        left_out = ["model", "device", "title", "versions", "special_tokens"]
+        left_out += ["version"] if self.version == 1 else []
         content = {name: value for name, value in asdict(self).items() if name not in left_out}
         return _hash_of_json(content)
 
@@ -255,6 +258,7 @@ def read_plan(folder: Path) -> Plan:
             content[name] = tuple(content[name])
         content["layers"] = None if content["layers"] is None else tuple(content["layers"])
         content["shards"] = tuple(Shard(*each) for each in content["shards"])
+        content["special_tokens"] = tuple(content.get("special_tokens", ()))
         content["versions"] = {file: FileVersion(*each) for file, each in content.get("versions", {}).items()}
         plan = Plan(**content)
     except (AttributeError, KeyError, TypeError) as error:

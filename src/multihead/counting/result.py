@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +74,7 @@ class Example:
         start: position in the text of the first token in `tokens`.
         tokens: the tokens around the query, as text.
         values: value of the statistic at each token in `tokens`; NaN where it is not defined.
+        special: whether each token in `tokens` is a special token, such as [CLS]; empty if unknown.
     """
 
     value: float
@@ -86,11 +87,13 @@ class Example:
     start: int
     tokens: list[str] = field(repr=False)
     values: list[float] = field(repr=False)
+    special: list[bool] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
-        """Return one line: the value, and the text around the query, which is marked."""
+        """Return one line: the value, and the text around the query, which is marked; special tokens stand apart."""
         place = self.position - self.start
         shown = ["" if token == CONTINUATION_MARK else token for token in self.tokens]
+        shown = [f" {token} " if mark else token for token, mark in zip_longest(shown, self.special)]
         before, after = ("".join(each) for each in (shown[:place], shown[place + 1 :]))
         line = escape_controls(" ".join(f"{before}»{self.token}«{after}".split()))
         return f"{self.value:.3f}  {isolate_direction(line)}"
@@ -470,7 +473,8 @@ class Census:
             ProbeError: there is no such statistic.
         """
         found = self.heads["examples"][self._row_of_head(layer, head, name)].as_py()
-        return [Example(**each) for each in found]
+        marks = frozenset(self.plan.special_tokens)
+        return [Example(**each, special=[token in marks for token in each["tokens"]]) for each in found]
 
     def text(self, example: Example) -> str:
         """Read the whole text of an example from the corpus.

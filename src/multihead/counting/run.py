@@ -134,6 +134,7 @@ def census(
         device=device,
         tokenizer_id=tokenizer_id(loaded.tokenizer),
         special_ids=tuple(sorted(loaded.tokenizer.all_special_ids)),
+        special_tokens=tuple(sorted(map(str, loaded.tokenizer.all_special_tokens))),
         probes=tuple(identity_of_probe(probe) for probe in wanted),
         layers=None if layers is None else LayerFilter.from_argument(layers).items,
         texts=names,

@@ -310,6 +310,8 @@ def _divergence_of_each_head(
 def _encode_examples(runs: list[Census], examples_of_rows: list[list[Any]], num_kept: int) -> dict[str, Any]:
     """Return the strongest examples per census, statistic and head; tokens are stored as indices of the list "words".
 
+    The list "special" has the indices of special tokens.
+
     Args:
         runs: the censuses.
         examples_of_rows: per census, the examples of each row of its table of heads.
@@ -328,7 +330,9 @@ def _encode_examples(runs: list[Census], examples_of_rows: list[list[Any]], num_
                 for name in dict.fromkeys(name for _, name, _ in kept)
             }
         )
-    return {"examples": found, "words": list(token_indices)}
+    special = {_readable_token(token) for run in runs for token in run.plan.special_tokens}
+    marked = [place for word, place in token_indices.items() if word in special]
+    return {"examples": found, "words": list(token_indices), "special": marked}
 
 
 def _encode_example(example: Mapping[str, Any], token_indices: dict[str, int]) -> list[Any]:

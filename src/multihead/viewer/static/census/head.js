@@ -4,7 +4,7 @@ import { $, el, NBSP, translate } from '../shared/dom.js';
 import { kindTags } from '../shared/kinds.js';
 import { known } from '../shared/numbers.js';
 import { withUnit } from '../shared/statistics.js';
-import { FURTHER, PART, quoted, setText } from '../shared/tokens.js';
+import { FURTHER, PART, quoted, setText, SPECIAL } from '../shared/tokens.js';
 import { columnOf, D, kindsOf, LIST, summarised, TWO } from './record.js';
 
 const writer = id => columnOf(id).format === 'share' ? value => +(value * 100).toFixed(1) + NBSP + '%' : value => String(+value.toPrecision(3));
@@ -44,8 +44,8 @@ async function copy(command, box) {
 
 // One example: [value, place, position, key, token of the key, start, tokens, values].
 function example([value, place, position, key, keyToken, start, tokens, values], id, run, i, rank) {
-  const parts = tokens.map(token => D.words[token]), one = summarised(id, run), end = one.percentage ? 1 : Math.max(D.axes[id][i][1], 1e-9);
-  const text = { shown: parts.map(part => part === FURTHER ? '' : part.trimStart()), gaps: parts.map(part => part.startsWith(' ') ? ' ' : ''), flags: parts.map(part => part === FURTHER ? PART : 0), labels: parts };
+  const parts = tokens.map(token => D.words[token]), special = tokens.map(token => D.special.includes(token)), one = summarised(id, run), end = one.percentage ? 1 : Math.max(D.axes[id][i][1], 1e-9);
+  const text = { shown: parts.map(part => part === FURTHER ? '' : part.trimStart()), gaps: parts.map((part, p) => part.startsWith(' ') || special[p] || special[p - 1] ? ' ' : ''), flags: parts.map((part, p) => special[p] ? SPECIAL : part === FURTHER ? PART : 0), labels: parts };
   const box = el('p', { className: 'reading' }), shown = el('div'), spans = setText(box, text, 0, parts.length);
   const write = writer(id);
   spans.forEach((span, p) => {
