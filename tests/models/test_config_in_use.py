@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import combinations, cycle
+from itertools import combinations, cycle, product
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -114,8 +114,13 @@ def check_that_no_other_thread_disturbs(model: Any, run: Callable[[], Tensor], c
         assert state_of(model) == before
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "multihead"])
-@pytest.mark.parametrize("name", ["bert", "modernbert", "llama", "gemma2", "gpt_oss", "t5", "whisper", "vit"])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        *product(["bert", "modernbert", "llama", "gemma2", "gpt_oss", "vit"], ["sdpa", "eager", "multihead"]),
+        *product(["t5", "whisper"], ["sdpa", "eager"]),
+    ],
+)
 def test_a_pass_computes_the_same_whatever_another_thread_enters_and_leaves_meanwhile(
     name: str, implementation: str
 ) -> None:
@@ -261,6 +266,8 @@ def test_a_compiled_model_is_compiled_once_for_all_uses() -> None:
     from torch._dynamo.testing import CompileCounter
 
     model, batch, counter = family("llama"), batch_of("llama"), CompileCounter()
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
     compiled: Any = torch.compile(model, fullgraph=True, backend=counter)
     with torch.no_grad():
         expected = compiled(**batch).logits

@@ -80,6 +80,7 @@ LOCKS = {
     for number, line in enumerate(Path(name).read_text(encoding="utf-8").splitlines(), 1)
     if re.fullmatch(r"with \w*_lock:", line.strip())
 }
+UNINTERRUPTED = LOCKS | FIRST_LINES
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def lines_of(run: Callable[[], object], stop: int = -1) -> list[Line]:
     def trace(frame: FrameType, event: str, _: object) -> Any:
         if frame.f_code.co_filename not in CHANGING or frame.f_code is Undo.__del__.__code__:
             return None
-        if event == "line" and (line := (frame.f_code.co_filename, frame.f_lineno)) not in LOCKS | FIRST_LINES:
+        if event == "line" and (line := (frame.f_code.co_filename, frame.f_lineno)) not in UNINTERRUPTED:
             found.append(line)
             if len(found) == stop + 1:
                 raise KeyboardInterrupt
@@ -199,7 +200,7 @@ def encoder(_: str) -> nn.Module:
     [
         (family, "llama", used),
         (family, "bert", packed),
-        (family, "t5", observed),
+        (family, "llama", observed),
         (layer, "", observed),
         (layer, "", ablated),
         (layer, "", watched),
