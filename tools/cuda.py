@@ -1,12 +1,12 @@
 """Ask a GPU what only a GPU can answer: python3 tools/cuda.py --out DIR --seconds N [--parts questions,compile].
 
 It needs python3 with torch 2.11 or newer, and neither an installation nor a network: its processes get PYTHONPATH of
-this tree. The parts:
+this tree, before the folders that PYTHONPATH names already. The parts:
 
     questions  what PyTorch's own operators do, with torch alone
     compile    whether each kind of kernel compiles, and how long that takes
     contract   each kernel against float64, then tests/kernels/test_cuda.py, in 4 processes
-    fuzz       random calls of every entry point against float64, in 4 processes
+    fuzz       random calls of every entry point against float64, in 4 processes; it needs hypothesis
     measure    host time, device time and wall time against PyTorch's attention
 
 Each part runs in processes of its own with a time limit, because one illegal access ends a CUDA context: a case that
@@ -284,12 +284,12 @@ def run_part(part: Part, out: Path, end: float, environment: Mapping[str, str]) 
 
 
 def state_of(rows: Iterable[Mapping[str, Any]], left: Sequence[str]) -> str:
-    """Return the worst state of the rows of a part; "out of time" if cases were left."""
+    """Return the worst state of the rows of a part; "out of time" if cases were left, "not here" if no case ran."""
     states = {row["state"] for row in rows}
     for state in (*BAD, "out of time"):
         if state in states:
             return state
-    return "out of time" if left else "passed"
+    return "out of time" if left else "not here" if states == {"not here"} else "passed"
 
 
 def commit() -> str:
@@ -338,8 +338,8 @@ def table(result: Mapping[str, Any], parts: Sequence[Part]) -> list[str]:
 
 def _important_rows(rows: Sequence[Mapping[str, Any]], count: int) -> list[str]:
     """Return a line for each of at most `count` rows: those that went wrong, then those with an answer."""
-    wrong = [row for row in rows if row["state"] in (*BAD, "out of time")]
-    answered = [row for row in rows if row["state"] not in (*BAD, "out of time") and row.get("answer")]
+    wrong = [row for row in rows if row["state"] != "passed"]
+    answered = [row for row in rows if row["state"] == "passed" and row.get("answer")]
     lines = [f"  {row['case']}: {row['state']}: {' '.join(str(row.get('error', '')).split())}" for row in wrong]
     groups: dict[str, list[str]] = {}
     for row in answered:

@@ -76,8 +76,10 @@ def test_a_case_that_fails_dies_or_hangs_is_a_row_and_the_cases_after_it_run(
         "  fails: failed: RuntimeError: it is wrong",
         "  dies: died: The process ended by SIGSEGV.",
         f"  hangs: hung: {errors['hangs']}",
-        "  and 2 more lines in result.json",
+        "  and 3 more lines in result.json",
     ]
+    assert cuda.state_of([{"state": "not here"}], []) == "not here"
+    assert cuda.state_of([{"state": "passed"}, {"state": "not here"}], ["left"]) == "out of time"
 
 
 def test_a_part_that_runs_out_of_time_names_the_cases_that_are_left(
@@ -129,13 +131,13 @@ def test_without_a_gpu_it_says_so_writes_the_result_and_ends_with_2(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would run every part")
 def test_the_command_itself_needs_no_package(tmp_path: Path) -> None:
-    code = "import sys; sys.path.insert(0, '.'); from tools import cuda; sys.exit(cuda.main(sys.argv[1:]))"
-    bare = [sys.executable, "-S", "-c", code, "--out", str(tmp_path)]  # -S: no installed package
-    done = subprocess.run(
-        bare, cwd=cuda.ROOT, capture_output=True, text=True, check=False, env={"PYTHONNOUSERSITE": "1"}
-    )
-    assert done.returncode == 2
-    assert "Nothing was run, because a CUDA GPU is needed: " in done.stderr
+    """A Python outside of the environment, which has no torch either."""
+    python = getattr(sys, "_base_executable", sys.executable)
+    command = [python, "tools/cuda.py", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=cuda.ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Nothing was run, because a CUDA GPU is needed: ")
+    assert result_of(tmp_path)["machine"]["problem"] in done.stderr
 
 
 def test_an_unknown_part_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from importlib.util import find_spec
 
-from tools.on_gpu.worker import Cases
+from tools.on_gpu.worker import Cases, NotHere
 
 JOBS = 4
 DEVICE = "cuda"
@@ -19,6 +20,10 @@ def cases(seconds: float) -> Cases:
 
 def search(seconds: float) -> dict[str, object]:
     """Run the fuzzer; raise an error with the kinds of failures, if there are any."""
+    if find_spec("hypothesis") is None:
+        raise NotHere(
+            "hypothesis, with which the fuzzer draws, is not installed: put a folder with it into PYTHONPATH."
+        )
     os.environ["MULTIHEAD_FUZZ_DEVICE"] = DEVICE  # before the fuzzer is imported
     from tests.fuzz.entries import ENTRIES
     from tests.fuzz.search import Search

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-OPTIONAL = ("pytest", "hypothesis")  # packages that tools/on_gpu/without_* stand in for
+OPTIONAL = ("pytest",)  # packages that tools/on_gpu/without_* stand in for
 
 
 def main() -> None:

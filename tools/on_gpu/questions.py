@@ -212,6 +212,7 @@ def strides(name: str) -> dict[str, object]:
 
 # ---- Q6 to Q8: which kernel, and how long it takes
 
+SHAPES = ((32, 512, 64), (32, 512, 128), (8, 2048, 128), (2, 8192, 128), (4, 1000, 128))  # batch, length, head_dim
 BACKENDS = {"FLASH": SDPBackend.FLASH_ATTENTION, "CUDNN": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -244,7 +245,7 @@ def times_of_backend(backend: SDPBackend) -> dict[str, object]:
     """Device time, host time and time of the first call of each new shape, of one forced kernel of SDPA."""
     found: dict[str, object] = {}
     firsts, slower = [], []
-    for batch, length, dim in ((32, 512, 64), (32, 512, 128), (8, 2048, 128), (2, 8192, 128), (4, 1000, 128)):
+    for batch, length, dim in SHAPES:
         q, k, v = (torch.randn(batch, 16, length, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 
         def call(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
@@ -256,7 +257,7 @@ def times_of_backend(backend: SDPBackend) -> dict[str, object]:
             call()
             torch.cuda.synchronize()
             first = (time.perf_counter() - began) * 1e3
-            device, host = device_ms(call, 10), host_us(call, 10)
+            device, host = device_ms(call, min(ROUNDS, 10)), host_us(call, min(ROUNDS, 10))
         firsts.append(first)
         slower.append(device)
         found[f"{batch} x {length}, D {dim}"] = {"first_ms": first, "device_ms": device, "host_us": host}

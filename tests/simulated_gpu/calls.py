@@ -1,0 +1,164 @@
+"""The calls whose launches, host reads, copies and frames on a GPU are kept in counts.json.
+
+python -m tests.simulated_gpu.calls           print them
+python -m tests.simulated_gpu.calls --write   write counts.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import multihead as mh
+from multihead import masks
+from tests.simulated_gpu.device import OnGpu, count, count_frames, simulated_gpu, to_gpu
+
+FILE = Path(__file__).with_name("counts.json")
+LAYERS = (1, 2)  # models of two sizes, whose difference is what a layer takes
+
+
+def drawn(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return to_gpu(torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype))
+
+
+# ---- single calls
+
+
+def attention_calls() -> dict[str, Callable[[], object]]:
+    """Calls of 2 samples, 4 heads of 64 columns and 256 keys; masks are made once, as layers do."""
+    q, one, grouped = drawn(2, 4, 256, 64), drawn(2, 4, 1, 64), drawn(2, 2, 256, 64)
+    single, single_grouped = (drawn(2, heads, 256, 64, dtype=torch.float32) for heads in (4, 2))
+    causal, window = masks.Causal(), masks.Causal() & masks.Window(64)
+    lengths, documents = masks.Lengths((256, 100)), masks.Documents((100, 100, 56)) & causal
+    padded = lengths & causal
+    return {
+        "full": lambda: mh.attention(q, q, q),
+        "causal": lambda: mh.attention(q, q, q, mask=causal),
+        "causal, grouped heads": lambda: mh.attention(q, grouped, grouped, mask=causal),
+        "one query": lambda: mh.attention(one, grouped, grouped),
+        "lengths": lambda: mh.attention(q, q, q, mask=lengths),
+        "lengths, causal": lambda: mh.attention(q, q, q, mask=padded),
+        "documents": lambda: mh.attention(q, q, q, mask=documents),
+        "window": lambda: mh.attention(q, q, q, mask=window),
+        "softcap": lambda: mh.attention(q, q, q, mask=causal, softcap=30.0),
+        "dropout": lambda: mh.attention(q, q, q, mask=causal, dropout=0.1),
+        "float32, causal": lambda: mh.attention(single, single, single, mask=causal),
+        "float32, causal, grouped heads": lambda: mh.attention(single, single_grouped, single_grouped, mask=causal),
+    }
+
+
+def statistics_calls() -> dict[str, Callable[[], object]]:
+    """Statistics of 256 keys; those of more keys take more tiles, and more launches and reads."""
+    q, padded = drawn(2, 4, 256, 64), drawn(2, 4, 64, 64)
+    causal, lengths = masks.Causal(), masks.Lengths((64, 25))
+    more = ("received", "pooled_map")
+    return {
+        "statistics": lambda: mh.statistics(q, q, mask=causal),
+        "statistics, lengths": lambda: mh.statistics(padded, padded, mask=lengths),
+        "statistics, received and map": lambda: mh.statistics(q, q, mask=causal, probes=more),
+    }
+
+
+# ---- a layer of a Llama
+
+
+def llama(layers: int) -> Any:
+    """Build a tiny Llama in bfloat16 whose parameters and buffers are on the simulated GPU."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = hf.LlamaConfig(**sizes, num_hidden_layers=layers, intermediate_size=64, vocab_size=100)
+    model = hf.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(OnGpu.of(parameter.detach()), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = OnGpu.of(buffer.detach())
+    return model
+
+
+def used(model: Any, ids: Tensor, padding: Tensor | None) -> Callable[[], object]:
+    mh.use(model)
+    return lambda: model(ids, attention_mask=padding, use_cache=False)
+
+
+def observed(model: Any, ids: Tensor, padding: Tensor | None) -> Callable[[], object]:
+    def call() -> None:
+        with mh.observe(model, keep="statistics"):
+            model(ids, attention_mask=padding, use_cache=False)
+
+    return call
+
+
+def layer_calls() -> dict[str, tuple[Callable[..., Callable[[], object]], int, bool]]:
+    """Name -> what runs the model, its samples, and whether they are padded."""
+    return {
+        "a layer used": (used, 2, False),
+        "a layer used, padded": (used, 2, True),
+        "a layer observed, 1 sample": (observed, 1, False),
+        "a layer observed, 8 samples": (observed, 8, False),
+    }
+
+
+def count_layer(make: Callable[..., Callable[[], object]], samples: int, padded: bool) -> dict[str, int]:
+    """Return what one layer takes: the difference of two models, divided by their difference in layers."""
+    ids = to_gpu(torch.randint(0, 100, (samples, 60), generator=torch.Generator().manual_seed(0)))
+    padding = torch.ones(samples, 60, dtype=torch.int64)
+    padding[-1, 40:] = 0
+    few, many = (count(make(llama(layers), ids, to_gpu(padding) if padded else None)) for layers in LAYERS)
+    return {name: (many[name] - few[name]) // (LAYERS[1] - LAYERS[0]) for name in few}
+
+
+# ---- the table
+
+FRAMES = 10  # a call that enters this many functions more than the table says is a failure
+
+
+def measure_all() -> dict[str, dict[str, int]]:
+    """Count every call."""
+    found: dict[str, dict[str, int]] = {}
+    with torch.no_grad():
+        for name, call in attention_calls().items():
+            found[name] = {**count(call), "frames": count_frames(call)}
+        for name, call in statistics_calls().items():
+            found[name] = count(call)
+        for name, (make, samples, padded) in layer_calls().items():
+            found[name] = count_layer(make, samples, padded)
+    return found
+
+
+def differences(found: dict[str, dict[str, int]], table: dict[str, dict[str, int]]) -> list[str]:
+    """Return a sentence for each count that is not the one of the table; frames may differ by fewer than FRAMES."""
+    sentences = []
+    for name, counts in found.items():
+        for kind, number in counts.items():
+            known = table.get(name, {}).get(kind, 0)
+            if abs(number - known) >= (FRAMES if kind == "frames" else 1):
+                sentences.append(f"{name}: {number} {kind}, and counts.json has {known}.")
+    return sentences
+
+
+def main() -> None:
+    """Print the table, and write it if --write is given."""
+    with simulated_gpu():
+        found = measure_all()
+    for name, counts in found.items():
+        print(f"{name:34}", ", ".join(f"{kind} {number}" for kind, number in counts.items()))  # noqa: T201
+    if "--write" in sys.argv[1:]:
+        rows = [f'  "{name}": {json.dumps(counts)}' for name, counts in found.items()]
+        versions = f' "torch": "{torch.__version__.split("+")[0]}",\n "python": "{sys.version.split()[0]}",'
+        text = "{\n" + versions + '\n "calls": {\n' + ",\n".join(rows) + "\n }\n}\n"
+        FILE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

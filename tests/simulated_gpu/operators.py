@@ -1,0 +1,221 @@
+"""PyTorch's attention operators for CUDA, as its source says: the assumptions that tools/on_gpu/questions.py checks.
+
+Each function computes on CPU tensors and gets the arguments of the operator's schema by name. What is assumed:
+
+- `_fused_sdp_choice` chooses FlashAttention in half precision and the memory-efficient kernel in float32 (Q6).
+- A causal call of `_scaled_dot_product_*` is aligned at the start (the i-th query sees the i-th key last), a ragged one
+  at the end of both sequences (Q4).
+- Keys and values outside of their sequence reach no output, whatever they hold (Q1), and get gradients of 0 (Q2).
+- A query without keys has the output 0, and in a ragged call the logsumexp inf (Q3); NaN in a query or in a key that
+  a query sees makes the output of that query and head NaN.
+- A ragged call takes all strides whose last one is 1 (Q5), and returns the logsumexp as (heads, tokens).
+- Both can be captured in a graph (Q8).
+- A compiled call of flex_attention is two launches, one of them for the logsumexp, and reads the block mask: hidden
+  blocks are skipped, in partial ones its `mask_mod` is evaluated, in full ones not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MATH, FLASH, EFFICIENT = 0, 1, 2
+LOGSUMEXP_MULTIPLE = 32  # the memory-efficient kernel pads the logsumexp to a multiple of this number of queries
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def fused_sdp_choice(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> int:
+    grouped = query.shape[1] != key.shape[1]
+    if query.dtype in _HALF and attn_mask is None and query.shape[-1] <= 256:
+        return FLASH
+    return MATH if grouped else EFFICIENT
+
+
+# ---- calls of (batch, heads, length, head_dim)
+
+
+def flash(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, **_: Any
+) -> Any:
+    output, logsumexp = _attend(query, key, value, _start_aligned(query, key, is_causal), scale)
+    seed = torch.zeros(2, dtype=torch.int64)
+    sizes = query.shape[2], key.shape[2]
+    return _tokens_first(output), logsumexp, None, None, *sizes, seed, seed[0], output[..., :0]
+
+
+def cudnn(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, **_: Any
+) -> Any:
+    output, logsumexp = _attend(query, key, value, _start_aligned(query, key, is_causal), scale)
+    seed = torch.zeros((), dtype=torch.int64)
+    sizes = query.shape[2], key.shape[2]
+    return _tokens_first(output), logsumexp[..., None], None, None, *sizes, seed, seed, output[..., :0]
+
+
+def efficient(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, **_: Any,
+) -> Any:  # fmt: skip
+    assert attn_bias is None
+    assert query.shape[1] == key.shape[1]
+    output, logsumexp = _attend(query, key, value, _start_aligned(query, key, is_causal), scale)
+    logsumexp = torch.nn.functional.pad(logsumexp, (0, -query.shape[2] % LOGSUMEXP_MULTIPLE), value=torch.inf)
+    seed = torch.zeros((), dtype=torch.int64)
+    return _tokens_first(output), logsumexp, seed, seed
+
+
+def fused_backward(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool = False,
+    scale: float | None = None, **rest: Any,
+) -> Any:  # fmt: skip
+    grad = rest["grad_out_"] if "grad_out_" in rest else rest["grad_out"]
+    logsumexp = logsumexp[..., 0] if logsumexp.dim() == 4 else logsumexp[..., : query.shape[2]]
+    grads = _gradients(grad, query, key, value, out, logsumexp, _start_aligned(query, key, is_causal), scale)
+    return (*grads, None) if "grad_input_mask" in rest else grads
+
+
+# ---- ragged calls of (tokens, heads, head_dim)
+
+
+def ragged(
+    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, is_causal: bool = False,
+    scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
+    seqused_k: Tensor | None = None, **_: Any,
+) -> Any:  # fmt: skip
+    if any(each.stride(-1) != 1 for each in (query, key, value)):
+        raise RuntimeError("FlashAttention needs tensors whose last stride is 1.")
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    logsumexp = torch.full((query.shape[1], query.shape[0]), torch.inf)
+    for rows, columns in _sequences(cum_seq_q, cum_seq_k, seqused_k):
+        q, k, v = (each.transpose(0, 1)[None] for each in (query[rows], key[columns], value[columns]))
+        hidden = _end_aligned(q, k, is_causal, window_size_left, window_size_right)
+        part, of_part = _attend(q, k, v, hidden, scale)
+        output[rows] = part[0].transpose(0, 1)
+        logsumexp[:, rows] = of_part[0].masked_fill(of_part[0] == -torch.inf, torch.inf)
+    seed = torch.zeros(2, dtype=torch.int64)
+    return output, logsumexp, seed, seed[0], output[:0]
+
+
+def ragged_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor,
+    cum_seq_k: Tensor, is_causal: bool = False, scale: float | None = None, window_size_left: int | None = None,
+    window_size_right: int | None = None, **_: Any,
+) -> Any:  # fmt: skip
+    grads = tuple(torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (query, key, value))
+    for rows, columns in _sequences(cum_seq_q, cum_seq_k, None):
+        mine, theirs = (grad_out[rows], query[rows], out[rows]), (key[columns], value[columns])
+        grad, q, o, k, v = (each.transpose(0, 1)[None] for each in (*mine, *theirs))
+        hidden = _end_aligned(q, k, is_causal, window_size_left, window_size_right)
+        parts = _gradients(grad, q, k, v, o, logsumexp[None, :, rows], hidden, scale)
+        for whole, place, part in zip(grads, (rows, columns, columns), parts, strict=True):
+            whole[place] = part[0].transpose(0, 1)
+    return grads
+
+
+def _sequences(cum_seq_q: Tensor, cum_seq_k: Tensor, used: Tensor | None) -> list[tuple[slice, slice]]:
+    """Return the rows of queries and of keys of each sequence."""
+    q, k = cum_seq_q.tolist(), cum_seq_k.tolist()
+    stops = k[1:] if used is None else [start + count for start, count in zip(k, used.tolist(), strict=False)]
+    return [(slice(q[n], q[n + 1]), slice(k[n], stops[n])) for n in range(len(q) - 1)]
+
+
+# ---- flex_attention
+
+
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Callable[..., Tensor] | None, block_mask: Any, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute output and logsumexp; `score_mod` and the block mask get and hold CPU tensors."""
+    batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+    b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in (batch, heads, queries, keys)), indexing="ij")
+    partial = _cells_of_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.BLOCK_SIZE, (b, h, i, j))
+    visible = partial & block_mask.mask_mod(b, h, i, j)
+    if block_mask.full_kv_num_blocks is not None:
+        lists = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        visible = visible | _cells_of_blocks(*lists, block_mask.BLOCK_SIZE, (b, h, i, j))
+    k, v = (each.repeat_interleave(heads // each.shape[1], 1) for each in (k, v))
+    # A kernel overwrites the scores of hidden keys, and multiplies values by weights of 0.
+    scores = q.float() @ k.float().mT * scale
+    scores = scores if score_mod is None else score_mod(scores, b, h, i, j)
+    return _softmax(scores.masked_fill(~visible, -torch.inf), v, q.dtype)
+
+
+def _cells_of_blocks(counts: Tensor, indices: Tensor, size: tuple[int, int], cells: tuple[Tensor, ...]) -> Tensor:
+    """Return which cells are in a listed block: (batch, heads, queries, keys) bool."""
+    listed = torch.arange(indices.shape[-1]) < counts[..., None]
+    found = torch.zeros(*indices.shape[:3], indices.shape[-1] + 1, dtype=torch.bool)
+    found.scatter_(3, torch.where(listed, indices.long(), indices.shape[-1]), value=True)
+    b, h, i, j = cells
+    return found[b * (found.shape[0] > 1), h * (found.shape[1] > 1), i // size[0], j // size[1]]
+
+
+# ---- the definition
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+    scores = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return _softmax(scores if hidden is None else scores.masked_fill(hidden, -torch.inf), v, q.dtype)
+
+
+def _softmax(scores: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return output and logsumexp (float32) of scores in which hidden keys have -inf; a row without keys is 0."""
+    logsumexp = scores.logsumexp(-1)
+    empty = (scores == -torch.inf).all(-1)
+    weights = (scores - logsumexp[..., None]).exp().masked_fill(empty[..., None], 0.0)
+    return (weights @ v.float()).to(dtype), logsumexp
+
+
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, logsumexp: Tensor, hidden: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    factor, groups = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
+    wide_k, wide_v = (each.float().repeat_interleave(groups, 1) for each in (k, v))
+    scores = q.float() @ wide_k.mT * factor
+    scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+    weights = (scores - logsumexp[..., None]).exp()
+    of_weights = grad.float() @ wide_v.mT - (grad.float() * output.float()).sum(-1, keepdim=True)
+    of_scores = weights * of_weights * factor
+    dq, dk, dv = of_scores @ wide_k, of_scores.mT @ q.float(), weights.mT @ grad.float()
+    dk, dv = (each.unflatten(1, (-1, groups)).sum(2) for each in (dk, dv))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _start_aligned(q: Tensor, k: Tensor, causal: bool) -> Tensor | None:
+    if not causal:
+        return None
+    return torch.arange(k.shape[2]) > torch.arange(q.shape[2])[:, None]
+
+
+def _end_aligned(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor:
+    """Return which keys a sequence hides: later ones if causal, and those outside of the window."""
+    distance = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - (k.shape[2] - q.shape[2])
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    right = 0 if causal else right
+    if right is not None and right >= 0:
+        hidden |= distance > right
+    if left is not None and left >= 0:
+        hidden |= distance < -left
+    return hidden
+
+
+def _tokens_first(output: Tensor) -> Tensor:
+    """Return an output (batch, heads, queries, head_dim) in the memory layout (batch, queries, heads, head_dim)."""
+    return output.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "_fused_sdp_choice": fused_sdp_choice,
+    "_scaled_dot_product_flash_attention": flash,
+    "_scaled_dot_product_flash_attention_backward": fused_backward,
+    "_scaled_dot_product_cudnn_attention": cudnn,
+    "_scaled_dot_product_cudnn_attention_backward": fused_backward,
+    "_scaled_dot_product_efficient_attention": efficient,
+    "_scaled_dot_product_efficient_attention_backward": fused_backward,
+    "_flash_attention_forward": ragged,
+    "_flash_attention_backward": ragged_backward,
+}

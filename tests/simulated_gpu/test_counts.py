@@ -1,0 +1,98 @@
+"""What a call does on a GPU, counted without one: launches, host reads, copies to the device, frames of the library."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from multihead.kernels import sdpa
+from tests.simulated_gpu import calls
+from tests.simulated_gpu.calls import FRAMES, attention_calls, count, count_frames, differences
+from tests.simulated_gpu.device import _FILE_OF_LIBRARY, Gpu, simulated_gpu
+
+if torch.cuda.is_available():
+    pytest.skip("there is a real GPU", allow_module_level=True)
+
+RECORDED = json.loads(calls.FILE.read_text(encoding="utf-8"))
+SAME_TORCH = torch.__version__.split("+")[0] == RECORDED["torch"]
+SAME_PYTHON = sys.version.split()[0].rpartition(".")[0] == RECORDED["python"].rpartition(".")[0]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, int]]:
+    with simulated_gpu():
+        return calls.measure_all()
+
+
+@pytest.mark.skipif(not (SAME_TORCH and SAME_PYTHON), reason="counts.json is of another version of torch or Python")
+def test_launches_reads_copies_and_frames_are_those_of_the_table(found: dict[str, dict[str, int]]) -> None:
+    """If a change of the library is meant to change them, `python -m tests.simulated_gpu.calls --write` records it."""
+    assert list(found) == list(RECORDED["calls"])
+    assert differences(found, RECORDED["calls"]) == []
+
+
+def test_no_second_call_of_attention_waits_for_a_value(found: dict[str, dict[str, int]]) -> None:
+    without = [name for name, counts in RECORDED["calls"].items() if counts["reads"] == 0]
+    assert [name for name in found if "statistics" not in name and "observed" not in name] == without
+    assert [name for name in without if found[name]["reads"]] == []
+
+
+class TestWhatIsPlantedIsSeen:
+    @pytest.fixture(autouse=True)
+    def _on_the_gpu(self) -> Iterator[None]:
+        with simulated_gpu(), torch.no_grad():
+            yield
+
+    @staticmethod
+    def sentences(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], object]) -> list[str]:
+        """What the table says of a causal call, in which the kernel also calls a function with q."""
+        attend = sdpa.attend
+
+        def changed(request: Any, bounds: Any) -> Any:
+            change(request.q)
+            return attend(request, bounds)
+
+        monkeypatch.setattr(sdpa, "attend", changed)
+        call = attention_calls()["causal"]
+        return differences({"causal": {**count(call), "frames": count_frames(call)}}, RECORDED["calls"])
+
+    def test_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.sentences(monkeypatch, lambda q: None) == []
+
+    def test_a_read_of_a_value(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = ["causal: 1 reads, and counts.json has 0."]
+        assert self.sentences(monkeypatch, lambda q: q[0, 0, 0, 0].item()) == expected
+
+    def test_a_launch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.sentences(monkeypatch, lambda q: q * 2) == ["causal: 2 launches, and counts.json has 1."]
+
+    def test_a_copy_to_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = ["causal: 1 copies, and counts.json has 0."]
+        assert self.sentences(monkeypatch, lambda q: torch.tensor([1], device="cuda")) == expected
+
+    def test_ten_frames_of_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        planted: dict[str, Any] = {}
+        code = f"def planted(n={FRAMES}):\n    return n and planted(n - 1)\n"
+        exec(compile(code, f"{_FILE_OF_LIBRARY}planted.py", "exec"), planted)
+        (sentence,) = self.sentences(monkeypatch, lambda q: planted["planted"]())
+        assert sentence.startswith("causal: ")
+        assert " frames, and counts.json has " in sentence
+
+
+def test_waiting_where_it_is_forbidden_is_an_error_and_the_simulation_ends_without_a_trace() -> None:
+    available, make = torch.cuda.is_available, torch.tensor
+    with simulated_gpu() as gpu:
+        assert isinstance(gpu, Gpu)
+        value = torch.ones(2, device="cuda")
+        assert (value.device.type, torch.cuda.is_available()) == ("cuda", True)
+        torch.cuda.set_sync_debug_mode("error")
+        with pytest.raises(RuntimeError, match=r"^called a synchronizing CUDA operation$"):
+            value.tolist()
+    assert (torch.cuda.is_available, torch.tensor) == (available, make)
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.ones(2, device="cuda")

@@ -1,0 +1,91 @@
+"""What tools/cuda.py asks a GPU, asked on the simulated one: its answers are the assumptions of `operators.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multihead import contract, masks
+from tests.simulated_gpu import operators
+from tests.simulated_gpu.device import simulated_gpu
+from tools.on_gpu import compiling, measuring, questions
+from tools.on_gpu import contract as contract_part
+from tools.on_gpu.worker import run_case
+
+if torch.cuda.is_available():
+    pytest.skip("there is a real GPU", allow_module_level=True)
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu() -> Iterator[None]:
+    with simulated_gpu():
+        yield
+
+
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """The answer of each question, or its error; whether it is what is assumed, where there is an assumption."""
+    monkeypatch.setattr(questions, "LENGTHS", (20, 9, 3))
+    monkeypatch.setattr(questions, "PADDED", 20)
+    monkeypatch.setattr(questions, "ROUNDS", 1)
+    monkeypatch.setattr(questions, "SHAPES", ((1, 16, 64), (2, 8, 64)))
+    rows = [run_case(name, case) for name, case in questions.cases(10).items()]
+    return {str(row["case"]): row.get("holds", row.get("error", "answered")) for row in rows}
+
+
+def test_every_question_has_the_answer_that_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = answers(monkeypatch)
+    assert found.pop("Q5 last stride 2") is False  # rejected, as the source says
+    assert {name: answer for name, answer in found.items() if answer is not True} == {
+        "Q6 FLASH": "answered",
+        "Q6 CUDNN": "answered",
+        "Q7": "answered",
+    }
+    assert {name.split()[0] for name in found} == {f"Q{n}" for n in range(1, 9)}
+
+
+def test_a_gpu_that_computes_something_else_gives_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_end_aligned", lambda q, k, causal, *_: operators._start_aligned(q, k, causal))
+    monkeypatch.setitem(operators.OPERATORS, "_fused_sdp_choice", lambda **_: operators.EFFICIENT)
+    backward = operators.ragged_backward
+    not_written = lambda **given: tuple(each.where(each != 0, torch.nan) for each in backward(**given))
+    monkeypatch.setitem(operators.OPERATORS, "_flash_attention_backward", not_written)
+    found = answers(monkeypatch)
+    assert {name for name, answer in found.items() if answer is False} >= {"Q1", "Q2", "Q4", "Q6"}
+
+
+def test_both_kernels_pass_the_contract_forward_and_a_kernel_that_waits_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert contract.kernels_on(CUDA) == ("sdpa", "flex")
+    for name in ("causal", "lengths", "relative bias", "NaN in padding"):
+        call = replace(next(call for call in contract.CALLS if call.name == name), trains=False)
+        for kernel in ("sdpa", "flex"):
+            if contract.accepts(kernel, call, CUDA):
+                assert contract.check(kernel, call, CUDA) < 1
+    attend = contract.KERNELS["sdpa"].attend
+    monkeypatch.setattr(contract.KERNELS["sdpa"], "attend", lambda *given: (given[0].q.sum().item(), attend(*given))[1])
+    causal = replace(next(call for call in contract.CALLS if call.name == "causal"), trains=False)
+    with pytest.raises(RuntimeError, match=r"^called a synchronizing CUDA operation$"):
+        contract.check("sdpa", causal, CUDA)
+
+
+def test_the_cases_of_the_other_parts_are_found_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = list(compiling.cases(1))
+    assert compiled[0] == "flex: full, bfloat16"
+    assert not any(name.startswith("sdpa") for name in compiled)
+    checked = list(contract_part.cases(1))
+    assert {"sdpa: causal, float16", "flex: sinks, float32"} < set(checked)
+    assert "test_every_head_of_a_model_is_measured_as_on_the_cpu[summary]" in checked
+    monkeypatch.setattr(measuring, "ROUNDS", 4)
+    monkeypatch.setattr(measuring, "PAIRS", 2)
+    window = measuring.Case("window", masks.Causal() & masks.Window(8), "dense", 1, 32, 32, 16)
+    row = run_case("window", lambda: measuring.measure(window))
+    assert (row["state"], row["cells"]) == ("passed", ("window", "1 x 32", "16/16, D 16", "SDPA, dense mask"))
+    ratios = row["ratios"]
+    assert isinstance(ratios, dict)
+    assert set(ratios) == {"wall", "host", "device", "graph"}
