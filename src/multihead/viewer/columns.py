@@ -10,7 +10,7 @@ from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import statistic_label, unit_label
 from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR_STATISTIC, statistic
 from multihead.probes.probe import Probe, Statistic
-from multihead.record.analysis.highlights import LayerKinds, evidence_of_kind
+from multihead.record.analysis.highlights import LayerKinds
 
 
 def describe_column(shown: Statistic, lang: str) -> dict[str, str]:
@@ -61,7 +61,7 @@ def legend_of_kinds(
             "glyph": kind.glyph,
             "colour": kind.colour,
             "repeats": kind.texts == "repeats",
-            "measured": kind is MIXED or any(evidence_of_kind(kind, one.evidence) is not None for one in profiles),
+            "measured": kind is MIXED or any(one.decides(kind) for one in profiles),
         }
         for kind in (*kinds, MIXED)
     ]

@@ -75,6 +75,10 @@ class LayerKinds:
     cross_attention: bool
     repeated: RepeatedTokens | None = field(default=None, kw_only=True)
 
+    def decides(self, kind: Kind) -> bool:
+        """Return whether it was measured which heads of the layer have a kind."""
+        return kind.statistic in self.evidence and not (kind.self_attention_only and self.cross_attention)
+
     def row(self, head: int) -> dict[str, str | float]:
         """Return the table columns of a head besides its means: its kinds, and the chance levels of its statistics.
 
@@ -140,8 +144,8 @@ def heads_of_kinds(
     """
     found = HeadList[HeadKind]()
     for kind in kinds_named(names, among):
-        if names and profiles and not any(_decides(kind, one) for one in profiles):
-            measured = [other for other in among if any(_decides(other, one) for one in profiles)]
+        if names and profiles and not any(one.decides(kind) for one in profiles):
+            measured = [other for other in among if any(one.decides(other) for one in profiles)]
             raise unmeasured_kind_error(kind, measured, cross_attention=all(one.cross_attention for one in profiles))
         for place, head, share, level in sorted(
             _heads_of_topic(kind, profiles), key=lambda each: (-each[2], *each[:2])
@@ -153,11 +157,6 @@ def heads_of_kinds(
             written = (kind.format_value(share), kind.format_value(level) if kind.has_chance else "")
             found.append(HeadKind(one.number, head, one.name, kind.name, share, level, error, n, written))
     return found
-
-
-def _decides(kind: Kind, profile: LayerKinds) -> bool:
-    """Whether it was measured which heads of a layer have a kind."""
-    return kind.statistic in profile.evidence and not (kind.self_attention_only and profile.cross_attention)
 
 
 def unmeasured_kind_error(kind: Kind, measured: Sequence[Kind], *, cross_attention: bool = False) -> ProbeError:
