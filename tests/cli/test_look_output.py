@@ -75,6 +75,17 @@ def test_more_of_them_than_are_named_are_hinted_at(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.endswith("L17 H3 90 %, … (chance 1.1 %)\n")
 
 
+def test_in_a_narrow_terminal_they_wrap_between_heads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    print_textbook_heads(HEADS, "en")
+    assert capsys.readouterr().out.splitlines()[3:5] == [
+        "  induction        L17 H0 90 %, L17 H1 80 %,",
+        "                   L17 H2 70 %, L17 H3 60 %",
+    ]
+
+
 def test_in_chinese_the_columns_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     print_textbook_heads(HEADS, "zh")
     lines = capsys.readouterr().out.splitlines()[2:]

@@ -13,13 +13,22 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["column_width", "cut_names", "empty_table", "open_console", "print_sentence", "text_width", "wrap_words"]
+__all__ = [
+    "column_width",
+    "cut_names",
+    "empty_table",
+    "open_console",
+    "print_entry",
+    "print_sentence",
+    "text_width",
+    "wrap_words",
+]
 
 UNLIMITED_WIDTH = 100_000  # columns of a file or a pipe
 NARROW_TERMINAL_WIDTH = 90  # number of terminal columns below which the columns of a table have one space between
 
 WORD_OR_CHARACTER = re.compile(
-    r"[（“]*[\u2e80-\uffef“][，。；：、）”？！]*|\s+|[^\s\u2e80-\uffef“]+[，。；：、）”？！]*"
+    r"[（“]*[\u2e80-\uffef“][，。；：、）”？！]*|[^\S\u00a0]+|(?:\u00a0|[^\s\u2e80-\uffef“])+[，。；：、）”？！]*"
 )
 
 
@@ -53,6 +62,23 @@ def print_sentence(console: Console, sentence: str, *, style: str = "", indent: 
     """Print text, wrapped into lines that are indented by `indent` columns."""
     for line in wrap_words(sentence, text_width(console) - indent):
         console.print(" " * indent + line, style=style, markup=False, soft_wrap=True)  # no break in a long path
+
+
+def print_entry(console: Console, label: str, text: str, *, width: int, indent: int, style: str = "") -> None:
+    """Print a label and, in the column next to it, its text.
+
+    Args:
+        console: where to print.
+        label: the label, in a style of its own.
+        text: the text, which is wrapped.
+        width: columns of the label and the space after it.
+        indent: columns before the label.
+        style: the style of the label.
+    """
+    for number, line in enumerate(wrap_words(text, text_width(console) - indent - width)):
+        shown = " " * indent + set_cell_size("" if number else label, width)
+        console.print(shown, style=style, end="", markup=False)
+        console.print(line.replace("\u00a0", " "), markup=False, soft_wrap=True)
 
 
 def empty_table(gap: int) -> Table:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from multihead.cli.console import print_sentence, text_width, wrap_words
+from multihead.cli.console import print_entry, print_sentence
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +103,4 @@ def _print_kernels(console: Console, found: Diagnosis) -> None:
 
 
 def _print_entry(console: Console, label: str, text: str) -> None:
-    """Print a label and, in the column next to it, its text."""
-    for number, line in enumerate(wrap_words(text, text_width(console) - 3 - LABEL_WIDTH)):
-        console.print(f"   {'' if number else label:<{LABEL_WIDTH}}", style="dim", end="", markup=False)
-        console.print(line, markup=False)
+    print_entry(console, label, text, width=LABEL_WIDTH, indent=3, style="dim")

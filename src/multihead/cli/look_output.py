@@ -105,9 +105,12 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
     """Print the strongest heads of each kind (such as induction heads) that is measured on repeated random tokens."""
     from rich.cells import cell_len
 
+    from multihead.cli.console import open_console, print_entry, print_sentence
     from multihead.kinds import KINDS, format_percent
 
-    click.echo("\n" + _title_of_textbook_heads(next(one.repeated for one in profiles if one.repeated), lang))
+    console = open_console()
+    console.print()
+    print_sentence(console, _title_of_textbook_heads(next(one.repeated for one in profiles if one.repeated), lang))
     repeats = [kind.name for kind in KINDS if kind.texts == "repeats"]
     measured = [kind for kind in repeats if any(kind in one.evidence for one in profiles)]
     names = {kind: text(f"look.textbook.{kind}", lang) for kind in measured}
@@ -120,7 +123,7 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
             if kind in kinds
         )
         named = ", ".join(
-            f"L{layer} H{head} {format_percent(-share)}" for share, _, layer, head in heads[:MAX_LISTED_HEADS]
+            f"L{layer}\u00a0H{head}\u00a0{format_percent(-share)}" for share, _, layer, head in heads[:MAX_LISTED_HEADS]
         )
         if heads:
             more = ", …" if len(heads) > MAX_LISTED_HEADS else ""
@@ -129,8 +132,7 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
         if kind == "repeated_first" and heads:
             count = text("look.textbook.count", lang, number=len(heads), heads=sum(len(one.kinds) for one in profiles))
             named = f"{count}{section(lang, 'common')['join.sentences']}{named}"
-        shown = name + " " * (width - cell_len(name))
-        click.echo(f"  {shown}  {named or text('look.textbook.none', lang)}".replace("\u00a0", " "))
+        print_entry(console, name, named or text("look.textbook.none", lang), width=width + 2, indent=2)
 
 
 def _title_of_textbook_heads(repeated: RepeatedTokens, lang: str) -> str:
