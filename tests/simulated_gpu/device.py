@@ -344,6 +344,9 @@ def _run_flex(q: Any, k: Any, v: Any, *, score_mod: Any, block_mask: Any, scale:
 def simulated_gpu() -> Iterator[Gpu]:
     """Simulate a GPU in this context; not where there is a real one."""
     assert not torch.cuda.is_available(), "There is a GPU here."
+    # The compiler keeps a table of PyTorch's functions, which must be made of those that are not replaced here.
+    importlib.import_module("torch._dynamo.variables.torch")
+    importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
     gpu = Gpu()
     patches = list(_patches(gpu))
     _drop_caches()

@@ -25,6 +25,7 @@ SAME_PYTHON = sys.version.split()[0].rpartition(".")[0] == RECORDED["python"].rp
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, int]]:
+    calls.import_models()
     with simulated_gpu():
         return calls.measure_all()
 
