@@ -82,7 +82,7 @@ def name_bytes(tokenizer: Any, ids: Sequence[int]) -> str:
     (' <0xE5>', '<0xBD>')
     """
     pieces = _pieces(tokenizer, ids)
-    data = [_bytes_of(piece) for piece in pieces]
+    data = [bytes_of_entry(piece) for piece in pieces]
     if any(each is None for each in data):
         return "".join(pieces)
     decoded = b"".join(each or b"" for each in data).decode("utf-8", "surrogateescape")
@@ -90,7 +90,7 @@ def name_bytes(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 @cache
-def byte_of_each_character() -> dict[str, int]:
+def _byte_of_each_character() -> dict[str, int]:
     """Return the byte of each character of the entries of byte-level vocabularies.
 
     Those of GPT-2 replace the bytes that cannot be printed by characters from U+0100 on; ByT5 has each byte itself.
@@ -250,7 +250,7 @@ def _name_next_character(
     for stop in range(1, len(ids) + 1):
         added = _added_text(tokenizer, before, ids[:stop])
         if _is_incomplete(added, pieces[:stop]):
-            if _why_no_text([_bytes_of(piece) for piece in pieces[:stop]]) in ("", "unexpected end of data"):
+            if _why_no_text([bytes_of_entry(piece) for piece in pieces[:stop]]) in ("", "unexpected end of data"):
                 continue
             break
         if not before and added.startswith(" ") and _prepends_space(tokenizer):
@@ -271,7 +271,7 @@ def _divide_characters(text: str, pieces: Sequence[str]) -> list[str]:
     """Divide the text of some tokens among them: each character is in the name of the token that has its first byte."""
     if len(pieces) == 1:
         return [text]
-    data = [_bytes_of(piece) for piece in pieces]
+    data = [bytes_of_entry(piece) for piece in pieces]
     size = sum(len(each or b"") for each in data)
     if any(each is None for each in data) or size < len(text.encode()):
         return [text, *[CONTINUATION_MARK] * (len(pieces) - 1)]
@@ -290,7 +290,7 @@ def _is_incomplete(added: str, pieces: Sequence[str]) -> bool:
     """Return whether tokens, and the text that they add, end inside of a character."""
     if added and _REPLACEMENT_CHARACTER not in added:
         return False
-    data = [_bytes_of(piece) for piece in pieces]
+    data = [bytes_of_entry(piece) for piece in pieces]
     if any(each is None for each in data):
         # Some tokenizers decode an incomplete character to an empty text, as others do a space at the start.
         written = "".join(pieces)
@@ -336,9 +336,9 @@ def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return [str(tokenizer.convert_ids_to_tokens(id_)) for id_ in ids]
 
 
-def _bytes_of(piece: str) -> bytes | None:
+def bytes_of_entry(piece: str) -> bytes | None:
     """Return the bytes of a byte-level entry of a vocabulary, or of one for a single byte; None for any other."""
     if single := _ESCAPED_BYTE.fullmatch(piece):
         return bytes([int(single[1], 16)])
-    known = byte_of_each_character()
+    known = _byte_of_each_character()
     return bytes(known[character] for character in piece) if known.keys() >= set(piece) else None

@@ -13,7 +13,7 @@ from typing import Any
 
 from multihead.errors import ShapeError
 from multihead.locale.escaping import label_of_token
-from multihead.models.tokens import CONTINUATION_MARK, byte_of_each_character
+from multihead.models.tokens import CONTINUATION_MARK, bytes_of_entry
 
 SPECIAL_FLAG, UNKNOWN_FLAG, PIECE_FLAG = 1, 2, 4
 """Flags of a token: a special token, a token missing from the vocabulary, a piece of a character."""
@@ -167,8 +167,8 @@ def _decode_byte_tokens(tokens: Sequence[str], flags: list[int]) -> list[str]:
 
 def _decode_byte_token(token: str) -> str:
     """Decode a byte-level token, in which each byte is a printable character."""
-    byte_of = byte_of_each_character()
-    return bytes(map(byte_of.__getitem__, token)).decode("utf-8", "replace") if byte_of.keys() >= set(token) else token
+    found = bytes_of_entry(token)
+    return token if found is None else found.decode("utf-8", "replace")
 
 
 def _slice_text(
