@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -107,9 +107,14 @@ def _print_changes(changed: Sequence[ChangedHead], files: tuple[str, str], *, to
     console.print()
     table = empty_table(gap=2)
     for name in ("head", "divergence", "change", "kinds"):
-        table.add_column(words[name], justify="right" if name == "divergence" else "left")
+        whole = name in ("head", "divergence")  # the others wrap between words
+        justify: Literal["left", "right"] = "right" if name == "divergence" else "left"
+        table.add_column(words[name], justify=justify, no_wrap=whole, overflow="fold")
     for one in changed[:top]:
-        kinds = [", ".join(by_name[kind].label(lang) for kind in each) for each in (one.kinds_before, one.kinds_after)]
+        kinds = [
+            words["join.comma"].join(by_name[kind].label(lang) for kind in each)
+            for each in (one.kinds_before, one.kinds_after)
+        ]
         both = kinds[0] if kinds[0] == kinds[1] else f"{kinds[0]} → {kinds[1]}"
         change = one.change(lang)
         share = "" if change is None else f"{change.label} {change.before} → {change.after}"
