@@ -143,6 +143,7 @@ def look(
     with Steps(lang) as steps:
         steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
         found = find_model(model)
+        from multihead.cli.console import open_console, print_sentence
         from multihead.models.loading import check_text, family_head
         from multihead.record.analysis.roles import rows_with_roles
         from multihead.record.memory_use import memory_of
@@ -200,7 +201,7 @@ def look(
         if textbook:
             print_textbook_heads(profiles, lang)
         elif run.text is not None and family_head(loaded) == "language":
-            click.echo(locale("look.no textbook", lang))
+            print_sentence(open_console(), locale("look.no textbook", lang))
         print_memory_and_files(page, record_file, memory, lang)
 
 

@@ -147,9 +147,13 @@ def _title_of_textbook_heads(repeated: RepeatedTokens, lang: str) -> str:
 
 def print_memory_and_files(page: ReportSummary, record_file: str | None, memory: MemoryUse, lang: str) -> None:
     """Print the memory used, the files written, and how to see more."""
+    from multihead.cli.console import open_console, print_sentence
+
+    console = open_console()
     if memory.weights >= MEMORY_REPORT_THRESHOLD and memory.peak is not None:
         sizes = {name: _readable_size(getattr(memory, name)) for name in ("peak", "kept", "weights")}
-        click.echo("\n" + text("look.memory", lang, **sizes))
+        click.echo()
+        print_sentence(console, text("look.memory", lang, **sizes))
     click.echo("\n" + text("look.page", lang, page=page))
     if record_file is not None:
         size = _readable_size(Path(record_file).stat().st_size)
@@ -159,7 +163,7 @@ def print_memory_and_files(page: ReportSummary, record_file: str | None, memory:
             )
         )
     elif page.mode != "whole":
-        click.echo(text("look.more", lang))
+        print_sentence(console, text("look.more", lang))
 
 
 def _quoted_for_shell(file: str) -> str:
