@@ -69,7 +69,7 @@ def test_a_kernel_that_is_wrong_is_found(
 ) -> None:
     attend = reference.attend
     monkeypatch.setattr(reference, "attend", lambda request, bounds: change(attend(request, bounds)))
-    with pytest.raises(ContractError, match=rf"^reference, causal, float32: the {wrong} is \S+ off, and the tolerance"):
+    with pytest.raises(ContractError, match=rf"^causal, float32: the {wrong} is \S+ off, and the tolerance"):
         contract.check("reference", named("causal", torch.float32), CPU)
 
 

@@ -11,8 +11,8 @@ this tree, before the folders that PYTHONPATH names already. The parts:
 
 Each part runs in processes of its own with a time limit, because one illegal access ends a CUDA context: a case that
 dies or hangs is a row of the result, and the cases after it run in a new process. DIR/result.json and DIR/table.txt
-are written after every part. The exit code is 0 if every case passed, 1 if one did not or was not reached, 2 if
-nothing could run.
+are written after every part, and after the contract proven.json, in DIR and in this tree, with a row for each kernel
+that passed. The exit code is 0 if every case passed, 1 if one did not or was not reached, 2 if nothing could run.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ PATIENCE = 60.0  # seconds for examining the machine: the first import of torch 
 GRACE = 3.0  # seconds after its limit in which a process may end by itself
 POLL = 0.05
 TABLE_LINES = 30
+CONTRACT = "contract"  # name of the part after which proven.json is written
+PROVEN = ROOT / "src" / "multihead" / "kernels" / "proven.json"
 STARTING = "starting"  # name of the row of a process that ends before its first case
 BAD = ("failed", "died", "hung")
 
@@ -216,8 +218,35 @@ def run(out: Path, seconds: float, parts: Sequence[Part]) -> int:
     for part in parts:
         result["parts"][part.name] = run_part(part, out, end - RESERVE, environment_of(machine))
         write(out, result, parts)
+        if part.name == CONTRACT:
+            write_proven(out, result)
     print((out / "table.txt").read_text(encoding="utf-8"), end="")
     return int(any(each["state"] != "passed" for each in result["parts"].values()))
+
+
+def write_proven(out: Path, result: Mapping[str, Any]) -> None:
+    """Write the rows of the kernels that passed every call of the contract to proven.json, of the tree and of `out`."""
+    known = json.loads(PROVEN.read_text(encoding="utf-8"))
+    new = rows_of_kernels(result)
+    rows = [row for row in known if row["path"] not in {each["path"] for each in new}] + new
+    text = json.dumps(sorted(rows, key=lambda row: str(row["path"])), indent=1) + "\n"
+    (out / PROVEN.name).write_text(text, encoding="utf-8")
+    with suppress(OSError):  # a tree that cannot be written
+        PROVEN.write_text(text, encoding="utf-8")
+
+
+def rows_of_kernels(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each kernel all of whose calls passed, none of them left or lost."""
+    part, machine = result["parts"][CONTRACT], result["machine"]
+    codes = {row["kernel"]: row["code"] for row in part["rows"] if row.get("code")}
+    states = [(row["case"], row["state"]) for row in part["rows"]] + [(name, "left") for name in part["left"]]
+    found = []
+    for kernel, code in codes.items():
+        of_kernel = {state for case, state in states if case.startswith(f"{kernel}: ") or case == STARTING}
+        if of_kernel == {"passed"}:
+            of_machine = {"card": machine["card"], "torch": machine["torch"], "triton": machine.get("triton")}
+            found.append({"path": kernel, "code": code, **of_machine, "date": str(result["date"])[:10]})
+    return found
 
 
 def examine_machine() -> dict[str, Any]:

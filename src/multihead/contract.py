@@ -147,11 +147,50 @@ def check(kernel: str, call: Call, device: torch.device) -> float:
     for name, (value, right) in results.items():
         error = _largest_error(value.detach().cpu().double(), right.detach())
         if not error <= tolerance:
-            raise ContractError(
-                f"{kernel}, {call}: the {name} is {error:.1e} off, and the tolerance is {tolerance:.0e}."
-            )
+            raise ContractError(f"{call}: the {name} is {error:.1e} off, and the tolerance is {tolerance:.0e}.")
         worst = max(worst, error / tolerance)
     return worst
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One call of the contract on one kernel.
+
+    Attributes:
+        kernel: name of the kernel.
+        call: the call, such as "window, bfloat16".
+        error: what is wrong, with the name of the call, or None if the kernel passed.
+    """
+
+    kernel: str
+    call: str
+    error: str | None = None
+
+
+def run(device: torch.device) -> Iterator[Checked]:
+    """Check every kernel with every call that it accepts, and yield each result; stop if the GPU no longer answers."""
+    for kernel in kernels_on(device):
+        for call in CALLS:
+            if accepts(kernel, call, device):
+                try:
+                    check(kernel, call, device)
+                except ContractError as error:
+                    yield Checked(kernel, str(call), str(error))
+                except Exception as error:  # noqa: BLE001 - any error is a kernel that did not pass
+                    yield Checked(kernel, str(call), f"{call}: {type(error).__name__}: {error}")
+                    if _is_lost(device):
+                        return
+                else:
+                    yield Checked(kernel, str(call))
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Whether the process can no longer use a GPU, as after an illegal memory access."""
+    try:
+        torch.zeros(1, device=device).cpu()
+    except RuntimeError:
+        return True
+    return False
 
 
 @contextmanager

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import multihead.cli.diagnosis as room
+from multihead import contract
 from multihead.cli import main
+from multihead.cli.doctor import _history
+from multihead.kernels import proven, sdpa
 from multihead.kernels.native.library import InstructionSet
+from multihead.kernels.proven import GpuPath, ProvenRow, code_of
+from tests.simulated_gpu.device import simulated_gpu
 
 FOUND = room.Diagnosis(
     system="Linux x86_64",
@@ -128,3 +136,66 @@ def test_the_doctor_of_this_machine_runs() -> None:
 def test_help_shows_examples() -> None:
     output = CliRunner().invoke(main, ["doctor", "--help"]).output
     assert "MULTIHEAD_CPU=avx2 multihead doctor" in output
+
+
+class TestOnTheGpu:
+    """A simulated GPU, on which gradients do not run, so that calls without them are checked."""
+
+    @pytest.fixture
+    def run_there(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Result]]:
+        if torch.cuda.is_available():
+            pytest.skip("there is a real GPU")
+        calls = [replace(call, trains=False) for call in contract.CALLS if call.name in ("causal", "softcap")]
+        monkeypatch.setattr(contract, "CALLS", tuple(call for call in calls if call.dtype != torch.float16))
+        with simulated_gpu():
+            yield lambda: CliRunner().invoke(main, ["doctor", "--gpu"], env={"COLUMNS": "200"})
+
+    def test_every_kernel_is_checked(self, run_there: Callable[[], Result]) -> None:
+        result = run_there()
+        assert result.output.splitlines() == [
+            f"a simulated GPU, torch {torch.__version__}",
+            "   sdpa          2 of 2 calls passed; in use; this code has no row in proven.json",
+            "   flex          3 of 3 calls passed; in use; this code has no row in proven.json",
+            "",
+            "No problems found.",
+        ]
+        assert result.exit_code == 0
+
+    def test_a_kernel_that_is_wrong_is_named_and_the_command_fails(
+        self, run_there: Callable[[], Result], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        attend = sdpa.attend
+
+        def wrong(request: Any, bounds: Any) -> Any:
+            found = attend(request, bounds)
+            return replace(found, output=found.output * 2)
+
+        monkeypatch.setattr(sdpa, "attend", wrong)
+        result = run_there()
+        lines = result.output.splitlines()
+        assert lines[1].startswith("   sdpa          causal, float32: the output is 1.0e+00 off, and the tolerance is")
+        assert lines[3].startswith("   sdpa          0 of 2 calls passed; ")
+        assert lines[-1] == "! 2 calls failed. Report the lines above."
+        assert result.exit_code == 1
+
+    def test_a_kernel_with_a_row_names_its_card_and_one_without_the_way_to_use_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = GpuPath("planted", ("kernels/flex.py",))
+        assert _history(path) == "not yet run on hardware elsewhere: MULTIHEAD_UNPROVEN=planted uses it"
+        row = ProvenRow("planted", code_of(path.sources), "A card", "2.11.0", None, "2026-11-28")
+        monkeypatch.setattr(proven, "rows", lambda: (row,))
+        assert _history(path) == "this code passed on A card, 2026-11-28"
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_without_one_it_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.version, "cuda", None)
+        result = CliRunner().invoke(main, ["doctor", "--gpu"])
+        assert result.exit_code == 2
+        assert result.stderr == (
+            f"error: torch {torch.__version__} is a build without CUDA, so no kernel can run on a GPU. "
+            "Install a build for your GPU, as pytorch.org describes.\n"
+        )
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        sentence = f"error: torch {torch.__version__} finds no GPU. Check the driver with nvidia-smi.\n"
+        assert CliRunner().invoke(main, ["doctor", "--gpu"]).stderr == sentence

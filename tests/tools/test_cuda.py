@@ -117,6 +117,27 @@ def test_a_module_that_cannot_be_imported_is_a_row(tmp_path: Path) -> None:
     assert row["error"].endswith("ModuleNotFoundError: No module named 'tests.tools.no_such_part'")
 
 
+def test_a_kernel_that_passed_every_call_of_the_contract_gets_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another kernel lacks a call, a third one failed, and the row of an earlier state of the code is replaced."""
+    proven = tmp_path / "tree" / "proven.json"
+    proven.parent.mkdir()
+    before = {"card": "An old card", "torch": "2.10.0", "triton": None, "date": "2026-01-01"}
+    other = {"path": "other", "code": "0123", **before}
+    proven.write_text(json.dumps([{"path": "right", "code": "4567", **before}, other]), encoding="utf-8")
+    monkeypatch.setattr(cuda, "PROVEN", proven)
+    part = Part("contract", "tests.tools.gpu_stub_contract", 30, processes=2)
+    assert cuda.main(["--out", str(tmp_path), "--seconds", "30"], [part]) == 1
+    date = result_of(tmp_path)["date"][:10]
+    expected = {"path": "right", "code": "89ab", "card": "A card", "torch": "2.11.0", "triton": "3.6.0", "date": date}
+    for written in (proven, tmp_path / "proven.json"):
+        assert json.loads(written.read_text(encoding="utf-8")) == [other, expected]
+    result = result_of(tmp_path)
+    result["parts"]["contract"]["left"] = ["right: a call that was not reached"]
+    assert cuda.rows_of_kernels(result) == []
+
+
 def test_without_a_gpu_it_says_so_writes_the_result_and_ends_with_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

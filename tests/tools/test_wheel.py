@@ -65,6 +65,7 @@ def test_the_files_of_the_package_are_its_modules_texts_and_pages() -> None:
         "multihead/py.typed",
         "multihead/__init__.pyi",
         "multihead/kernels/measured.json",
+        "multihead/kernels/proven.json",
         "multihead/locale/zh.json",
         "multihead/viewer/static/view/index.html",
         "multihead_lab/static/lab.js",

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from multihead import contract
+from multihead.kernels.choose import KERNELS
+from multihead.kernels.proven import code_of
 from tools.on_gpu.worker import Cases
 
 TESTS = "tests.kernels.test_cuda"
@@ -39,8 +41,10 @@ def cases(seconds: float) -> Cases:
 
 
 def check(kernel: str, call: contract.Call, device: torch.device) -> dict[str, object]:
-    """Check one call of the contract; return its kernel and its largest error, as a part of the tolerance."""
-    return {"kernel": kernel, "error_of_tolerance": round(contract.check(kernel, call, device), 3)}
+    """Check one call of the contract; return its kernel, the hash of the kernel's code, and its largest error."""
+    path = KERNELS[kernel].GPU_PATH
+    error = contract.check(kernel, call, device)  # as a part of the tolerance
+    return {"kernel": kernel, "code": None if path is None else code_of(path.sources), "error": round(error, 3)}
 
 
 def expand(function: Callable[..., object]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from multihead.errors import ArgumentError
+from multihead.errors import ArgumentError, InputError
 from multihead.functional import request_of
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.choose import KERNELS
@@ -94,6 +94,38 @@ class Diagnosis:
                 f"cores: {', '.join(map(str, self.openmp_runtime_files))}. Install packages that share one."
             )
         return tuple(problems)
+
+
+@dataclass(frozen=True)
+class GpuDiagnosis:
+    """The GPU on which the contract is checked.
+
+    Attributes:
+        card: its name.
+        device: torch's name of it.
+        torch_version: version of torch.
+    """
+
+    card: str
+    device: torch.device
+    torch_version: str
+
+
+def diagnose_gpu() -> GpuDiagnosis:
+    """Find the GPU of this machine.
+
+    Raises:
+        InputError: torch finds none.
+    """
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        raise InputError(
+            f"torch {torch.__version__} finds no GPU."
+            if built
+            else f"torch {torch.__version__} is a build without CUDA, so no kernel can run on a GPU.",
+            "Check the driver with nvidia-smi." if built else "Install a build for your GPU, as pytorch.org describes.",
+        )
+    return GpuDiagnosis(torch.cuda.get_device_properties(0).name, torch.device("cuda", 0), torch.__version__)
 
 
 def diagnose() -> Diagnosis:

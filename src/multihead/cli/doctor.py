@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from multihead.cli.diagnosis import Diagnosis
     from multihead.kernels.native.library import InstructionSet
+    from multihead.kernels.proven import GpuPath
 
 LABEL_WIDTH = 14  # columns reserved for the labels; the longest label is "emulated_amx"
 EXAMPLES = """
@@ -21,11 +23,13 @@ Examples:
   multihead doctor
   MULTIHEAD_CPU=avx2 multihead doctor   with another instruction set
   OMP_NUM_THREADS=1 multihead doctor
+  multihead doctor --gpu                checks each kernel on your GPU; minutes, because kernels are compiled
 """
 
 
 @click.command(epilog=EXAMPLES)
-def doctor() -> None:
+@click.option("--gpu", is_flag=True, help="Compare the kernels on your GPU with float64 instead.")
+def doctor(gpu: bool) -> None:
     """Show which kernels run here, and why the others do not.
 
     Reports the processor, the number of threads that torch uses, the native kernel and its instruction sets, the
@@ -36,8 +40,11 @@ def doctor() -> None:
 
     from multihead.cli.diagnosis import diagnose
 
-    found = diagnose()
     console = Console(highlight=False, soft_wrap=True)
+    if gpu:
+        _check_gpu(console)
+        return
+    found = diagnose()
     _print_machine(console, found)
     _print_native_kernel(console, found)
     _print_kernels(console, found)
@@ -46,6 +53,45 @@ def doctor() -> None:
         print_sentence(console, f"! {warning}", style="yellow")
     if not found.warnings:
         print_sentence(console, "No problems found.", style="green")
+
+
+def _check_gpu(console: Console) -> None:
+    """Run the contract on the GPU and print one entry per kernel; exit with 1 if a call is wrong."""
+    from multihead import contract
+    from multihead.cli.diagnosis import diagnose_gpu
+    from multihead.kernels.choose import KERNELS
+    from multihead.record.notebook import number_with_noun
+
+    found = diagnose_gpu()
+    print_sentence(console, f"{found.card}, torch {found.torch_version}", style="bold")
+    wrong = 0
+    results: dict[str, list[contract.Checked]] = {}
+    for each in contract.run(found.device):
+        results.setdefault(each.kernel, []).append(each)
+        if each.error is not None:
+            wrong += 1
+            _print_entry(console, each.kernel, each.error)
+    for kernel, checked in results.items():
+        passed = sum(each.error is None for each in checked)
+        path = KERNELS[kernel].GPU_PATH
+        _print_entry(console, kernel, f"{passed} of {number_with_noun(len(checked), 'call')} passed; {_history(path)}")
+    console.print()
+    if wrong:
+        print_sentence(console, f"! {number_with_noun(wrong, 'call')} failed. Report the lines above.", style="yellow")
+        sys.exit(1)
+    print_sentence(console, "No problems found.", style="green")
+
+
+def _history(path: GpuPath | None) -> str:
+    """Return a phrase: where this code of a kernel ran before, and how to use it if it did not."""
+    from multihead.kernels.proven import UNPROVEN_VARIABLE, row_of
+
+    row = None if path is None else row_of(path)
+    if row is not None:
+        return f"this code passed on {row.card}, {row.date}"
+    if path is None or path.in_use_before_rows:
+        return "in use; this code has no row in proven.json"
+    return f"not yet run on hardware elsewhere: {UNPROVEN_VARIABLE}={path.name} uses it"
 
 
 def _print_machine(console: Console, found: Diagnosis) -> None:

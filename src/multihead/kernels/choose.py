@@ -1,7 +1,8 @@
 """Choose the fastest kernel that supports a request; the choice is cached for equal calls.
 
 PyTorch's fused kernel is chosen where it was measured to be faster than the native one. The measurements are in
-`measured.json`, which `python -m benchmarks.native.kernel_choice` writes.
+`measured.json`, which `python -m benchmarks.native.kernel_choice` writes. On CUDA a kernel must have run on some card
+before it is chosen (`proven.py`).
 
 `plan_call` finds the plan of the mask and the kernel in one cache. Its key consists of the mask, the sizes and a few
 flags, which determine the plan and the kernel of a plain call on the CPU or CUDA. Calls with a bias, sinks, dropout,
@@ -34,6 +35,7 @@ from multihead.kernels.native import (
     operator,  # noqa: F401 - the import registers the operator for graphs
 )
 from multihead.kernels.plan.bounds import BOUNDS_CACHE, CACHE_BYTES, PlanCache, bounds_of
+from multihead.kernels.proven import GpuPath, reason_to_wait
 from multihead.kernels.slow_paths import raise_if_strict
 from multihead.masks import Causal
 from multihead.masks.base import KeyBounds
@@ -46,6 +48,11 @@ class Kernel(Protocol):
     @property
     def HANDLES_NONFINITE(self) -> bool:  # noqa: N802 - a constant of the module
         """Whether the kernel itself ignores autocast, and NaN and inf in hidden keys."""
+        ...
+
+    @property
+    def GPU_PATH(self) -> GpuPath | None:  # noqa: N802 - a constant of the module
+        """The code that must have run on a GPU before the kernel is a default there; None if it needs no such run."""
         ...
 
     def refusal(self, request: AttentionRequest, bounds: KeyBounds) -> str | None:
@@ -149,6 +156,9 @@ def choose_kernel(request: AttentionRequest, bounds: KeyBounds, *, kernel: str |
     for name in KERNELS if kernel is None else (kernel,):
         reason = KERNELS[name].refusal(request, bounds)
         measured = kernel is None and not torch.compiler.is_compiling() and request.scales is None
+        if reason is None and kernel is None and request.shape.device.type == "cuda":
+            path = KERNELS[name].GPU_PATH
+            reason = None if path is None or path.in_use_before_rows else reason_to_wait(path)
         if reason is None and name == "native" and measured:
             reason = reason_native_is_slower(request, bounds, library.chosen_instruction_set().name)
         if reason is None:

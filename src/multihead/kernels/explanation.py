@@ -9,6 +9,7 @@ from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionRequest, WorkEstimate
 from multihead.kernels.choose import KERNELS, choose_kernel
 from multihead.kernels.plan.bounds import bounds_of, fraction_within_bounds
+from multihead.kernels.proven import has_run_on_hardware
 from multihead.kernels.sequence_split import RankWork, use_split
 
 
@@ -25,6 +26,7 @@ class Explanation:
             (query, key) pair.
         work: number of scores computed, and peak memory in bytes.
         waits: why the host waits for the device, in one sentence, or None.
+        unproven: that the kernel has not yet run on hardware, in one sentence, or None.
         over_ranks: lines on the work and communication of this rank; empty if the sequence is not split over ranks.
     """
 
@@ -35,6 +37,7 @@ class Explanation:
     dense_remainder: bool
     work: WorkEstimate
     waits: str | None = None
+    unproven: str | None = None
     over_ranks: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
@@ -54,6 +57,7 @@ class Explanation:
         )
         lines.append(f"memory   about {readable_bytes(self.work.extra_memory_bytes)} besides q, k and v")
         lines += [f"waits    {self.waits}"] if self.waits else []
+        lines += [f"hardware {self.unproven}"] if self.unproven else []
         lines += [f"{name:8} {line}" for name, line in self.over_ranks]
         return "\n".join(lines)
 
@@ -78,7 +82,16 @@ def explain_request(request: AttentionRequest, *, kernel: str | None = None, wai
         dense_remainder=bounds.remainder is not None,
         work=work,
         waits=waits,
+        unproven=_unproven(choice.name) if request.shape.device.type == "cuda" else None,
     )
+
+
+def _unproven(kernel: str) -> str | None:
+    """Return that a kernel has not yet run on hardware, in one sentence, or None."""
+    path = KERNELS[kernel].GPU_PATH
+    if path is None or has_run_on_hardware(path):
+        return None
+    return f"{kernel} has not yet run on hardware; multihead doctor --gpu checks it on your card"
 
 
 def _explain_rank(work: RankWork, kernel: str | None) -> Explanation:

@@ -28,6 +28,7 @@ from torch import Tensor
 from multihead.kernels import reference
 from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
 from multihead.kernels.dense_tile import visible_in_mask, without_qkv, working_dtype
+from multihead.kernels.proven import GpuPath
 from multihead.kernels.reference import differentiable_gradients
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 HANDLES_NONFINITE = False
+GPU_PATH = GpuPath("flex", ("kernels/flex.py",), in_use_before_rows=True)
 BLOCK_SIZE = 128  # queries and keys per block, the block size of flex_attention's own kernels
 MAX_COMPILED_CALL_KINDS = 1 << 16  # limit on the kinds of calls that are compiled; PyTorch's default limit is 8
 HEAD_DIM_RANGE = (16, 256)  # Triton multiplies no narrower matrices; wider ones exceed the shared memory of a GPU

@@ -29,6 +29,7 @@ from multihead.tensors.shapes import consecutive_slices
 from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
+GPU_PATH = None  # it consists of PyTorch's operators, each of which runs on every device
 QUERIES_PER_BLOCK = 256  # queries per block, if the weights are not materialised all at once
 
 

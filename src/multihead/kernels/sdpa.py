@@ -26,6 +26,7 @@ from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstima
 from multihead.kernels.dense_tile import visibility_tensors, visible_cells, without_qkv, working_dtype
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.plan.rectangles import Rectangle, cover_with_rectangles
+from multihead.kernels.proven import GpuPath
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import bias_tile
@@ -33,6 +34,7 @@ from multihead.scores.terms import add_sinks
 from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
+GPU_PATH = GpuPath("sdpa", ("kernels/sdpa.py", "kernels/fused.py"), in_use_before_rows=True)
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:

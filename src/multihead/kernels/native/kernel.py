@@ -30,6 +30,7 @@ from multihead.scores.bias import with_values
 from multihead.tensors.tracing import has_tracer_or_mode, is_intercepted, is_traced, is_transformed
 
 HANDLES_NONFINITE = True  # the library skips hidden keys one by one
+GPU_PATH = None  # it runs on the CPU
 MAX_INT8_QUERIES = 4  # with more queries, dequantising k and v once is faster than reading int8
 _CPU = torch.device("cpu")
 
