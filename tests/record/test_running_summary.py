@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,15 @@ def test_more_texts_take_no_more_memory() -> None:
     few, many = read(ids(1, 8), keep="summary"), read(*[ids(4, 8, seed=seed) for seed in range(9)], keep="summary")
     assert held(few) == held(many)
     assert held(few) / len(few.layers) / 4 <= len(PROBES) * 8 * (NUM_BINS + 2)
+
+
+def test_a_pickled_summary_takes_the_memory_of_its_statistics() -> None:
+    """Ranks send their summaries to each other, and the sketches are views of one tensor."""
+    few, many = (
+        len(pickle.dumps(read(*BATCHES, keep="summary", probes=names).layers[0].running_summary))
+        for names in (("entropy",), ("entropy", "largest_weight", "mean_distance", "first_mass"))
+    )
+    assert many < 4.1 * few
 
 
 def test_a_text_in_steps_counts_once() -> None:

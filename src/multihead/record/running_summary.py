@@ -71,6 +71,10 @@ class QuantileSketch:
         found = {"total": self.total, "count": self.count, "bins": self.bins, "maximum": self.maximum}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
+    def __getstate__(self) -> dict[str, Tensor | None]:
+        """Pickle copies, because each view would be pickled with the whole tensor that all sketches share."""
+        return {**self.__dict__, **{name: tensor.clone() for name, tensor in self.tensors().items()}}
+
     def add(self, values: Tensor, counted: Tensor) -> None:
         """Add the values of queries, with the native library if it is available, else with tensors.
 
