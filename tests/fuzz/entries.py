@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.fuzz import calls, changes, drop_ins, files, graphs, heads, layers, measures, models, ranks, records, ways
+from tests.fuzz import (
+    calls,
+    changes,
+    drop_ins,
+    files,
+    graphs,
+    heads,
+    layers,
+    measures,
+    models,
+    ranks,
+    records,
+    roads,
+    ways,
+)
 from tests.fuzz.draw import Draw
 
 
@@ -37,6 +51,7 @@ ENTRIES = {
     "texts": Entry(layers.texts, 8, 100, moves=True),
     "heads off": Entry(heads.heads_off, 6, 100, moves=True),
     "observed": Entry(records.observed, 8, 60),
+    "roads": Entry(roads.statistics_on_roads, 3, 12, seconds=5.0),
     "nn.MultiheadAttention": Entry(drop_ins.torch_nn, 6, 80, moves=True),
     "tutorials": Entry(drop_ins.tutorials, 2, 40),
     "hugging face": Entry(models.hugging_face, 3, 12, seconds=5.0, moves=True),

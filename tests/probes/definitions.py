@@ -54,6 +54,7 @@ def every(dense: oracle.Dense, seen: Tensor, known: Known) -> dict[str, Tensor]:
         "self_mass": 0,
         "previous_mass": -1,
         "next_mass": 1,
+        "offset_minus_2_mass": -2,
         "offset_minus_5_mass": -5,
         "offset_plus_3_mass": 3,
     }.items():
