@@ -6,9 +6,10 @@ Each function computes on CPU tensors and gets the arguments of the operator's s
 - A causal call of `_scaled_dot_product_*` is aligned at the start (the i-th query sees the i-th key last), a ragged one
   at the end of both sequences (Q4).
 - Keys and values outside of their sequence reach no output, whatever they hold (Q1), and get gradients of 0 (Q2).
-- A query without keys has the output 0, and in a ragged call the logsumexp inf (Q3); NaN in a query or in a key that
-  a query sees makes the output of that query and head NaN.
-- A ragged call takes all strides whose last one is 1 (Q5), and returns the logsumexp as (heads, tokens).
+- FlashAttention gives a query without keys the output 0, and one that is NaN or sees a NaN the output NaN; the
+  logsumexp of both is inf (Q3).
+- FlashAttention takes all strides whose last one is 1, and a head_dim that is a multiple of 8 (Q5). A ragged call
+  returns the logsumexp as (heads, tokens).
 - Both can be captured in a graph (Q8).
 - A compiled call of flex_attention is two launches, one of them for the logsumexp, and reads the block mask: hidden
   blocks are skipped, in partial ones its `mask_mod` is evaluated, in full ones not.
@@ -40,7 +41,9 @@ def fused_sdp_choice(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tenso
 def flash(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, **_: Any
 ) -> Any:
+    _check_layout(query, key, value)
     output, logsumexp = _attend(query, key, value, _start_aligned(query, key, is_causal), scale)
+    logsumexp = _without_numbers_as_inf(logsumexp)
     seed = torch.zeros(2, dtype=torch.int64)
     sizes = query.shape[2], key.shape[2]
     return _tokens_first(output), logsumexp, None, None, *sizes, seed, seed[0], output[..., :0]
@@ -85,8 +88,7 @@ def ragged(
     scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
     seqused_k: Tensor | None = None, **_: Any,
 ) -> Any:  # fmt: skip
-    if any(each.stride(-1) != 1 for each in (query, key, value)):
-        raise RuntimeError("FlashAttention needs tensors whose last stride is 1.")
+    _check_layout(query, key, value)
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     logsumexp = torch.full((query.shape[1], query.shape[0]), torch.inf)
     for rows, columns in _sequences(cum_seq_q, cum_seq_k, seqused_k):
@@ -94,7 +96,7 @@ def ragged(
         hidden = _end_aligned(q, k, is_causal, window_size_left, window_size_right)
         part, of_part = _attend(q, k, v, hidden, scale)
         output[rows] = part[0].transpose(0, 1)
-        logsumexp[:, rows] = of_part[0].masked_fill(of_part[0] == -torch.inf, torch.inf)
+        logsumexp[:, rows] = _without_numbers_as_inf(of_part[0])
     seed = torch.zeros(2, dtype=torch.int64)
     return output, logsumexp, seed, seed[0], output[:0]
 
@@ -113,6 +115,18 @@ def ragged_backward(
         for whole, place, part in zip(grads, (rows, columns, columns), parts, strict=True):
             whole[place] = part[0].transpose(0, 1)
     return grads
+
+
+def _check_layout(*tensors: Tensor) -> None:
+    if any(each.stride(-1) != 1 for each in tensors):
+        raise RuntimeError("Input tensor must have contiguous last dimension")
+    if tensors[0].shape[-1] % 8:
+        raise RuntimeError("head_size must be a multiple of 8, this is ensured by padding!")
+
+
+def _without_numbers_as_inf(logsumexp: Tensor) -> Tensor:
+    """Return FlashAttention's logsumexp: inf if the sum of a row is 0 or NaN."""
+    return logsumexp.masked_fill(logsumexp.isnan() | (logsumexp == -torch.inf), torch.inf)
 
 
 def _sequences(cum_seq_q: Tensor, cum_seq_k: Tensor, used: Tensor | None) -> list[tuple[slice, slice]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 from multihead import contract, masks
 from tests.simulated_gpu import operators
 from tests.simulated_gpu.device import simulated_gpu
-from tools.on_gpu import compiling, measuring, questions
+from tools.on_gpu import compiling, fuzzing, measuring, questions
 from tools.on_gpu import contract as contract_part
 from tools.on_gpu.worker import run_case
 
@@ -39,13 +41,16 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 def test_every_question_has_the_answer_that_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = answers(monkeypatch)
-    assert found.pop("Q5 last stride 2") is False  # rejected, as the source says
     assert {name: answer for name, answer in found.items() if answer is not True} == {
         "Q6 FLASH": "answered",
         "Q6 CUDNN": "answered",
         "Q7": "answered",
     }
     assert {name.split()[0] for name in found} == {f"Q{n}" for n in range(1, 9)}
+    assert questions.rows_without_keys()["answer"] == (
+        "without keys: output 0, without keys: logsumexp inf, NaN query: output nan, NaN query: logsumexp inf, "
+        "NaN key: output nan, NaN key: logsumexp inf, others are finite True"
+    )
 
 
 def test_a_gpu_that_computes_something_else_gives_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,3 +94,27 @@ def test_the_cases_of_the_other_parts_are_found_and_measured(monkeypatch: pytest
     ratios = row["ratios"]
     assert isinstance(ratios, dict)
     assert set(ratios) == {"wall", "host", "device", "graph"}
+
+
+@pytest.mark.parametrize("kinds", [0, 1])
+def test_a_kind_of_failure_of_the_fuzzer_is_the_error_of_its_case(kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Search:
+        def __init__(self, entries: dict[str, Any], report: Any) -> None:
+            outcome = SimpleNamespace(shape="Mismatch: the output is # off")
+            case = SimpleNamespace(command=lambda: "python -m tests.fuzz --only attention --case 17 --device cuda")
+            self.kinds = [SimpleNamespace(count=3, outcome=outcome, case=case)] * kinds
+            self.tallies = {name: SimpleNamespace(cases=5) for name in entries}
+
+        def for_seconds(self, seconds: float, jobs: int) -> None:
+            assert (seconds, jobs) == (48, 4)
+
+    monkeypatch.setattr("tests.fuzz.search.Search", Search)
+    monkeypatch.setenv("MULTIHEAD_FUZZ_DEVICE", "cpu")
+    (name,), (case,) = zip(*fuzzing.cases(60).items(), strict=True)
+    row = run_case(name, case)
+    if kinds:
+        command = "python -m tests.fuzz --only attention --case 17 --device cuda"
+        assert row["state"] == "failed"
+        assert str(row["error"]).endswith(f"cases: 3 x Mismatch: the output is # off; {command}")
+    else:
+        assert str(row["answer"]).endswith("entry points, no failure")

@@ -114,7 +114,7 @@ def measure(case: Case) -> dict[str, object]:
     error = check(case, ours(), theirs(), (q, k, v))
     with waiting_is_an_error():
         ours()
-    found = compare(_step(ours, case), _step(theirs, case))
+    found = compare(_step(ours, case), _step(theirs, case), captures=not case.trains)
     ratios: Any = found["ratios"]
     host: Any = found["host_us"]
     return {
@@ -126,13 +126,16 @@ def measure(case: Case) -> dict[str, object]:
     }
 
 
-def compare(ours: Callable[[], object], theirs: Callable[[], object]) -> dict[str, object]:
-    """Measure two functions alternately; `ratios` are times faster: median, lower and upper quartile."""
+def compare(ours: Callable[[], object], theirs: Callable[[], object], *, captures: bool) -> dict[str, object]:
+    """Measure two functions alternately, also in graphs if `captures`.
+
+    `ratios` are times faster: median, lower and upper quartile.
+    """
     both = (ours, theirs)
     taken: dict[str, list[tuple[float, float]]] = {"wall": [], "host": [], "device": [], "graph": []}
     for run in both:
         run()
-    graphs = [_captured(run) for run in both]
+    graphs = [_captured(run) if captures else None for run in both]
     for pair in range(PAIRS):
         order = (1, 0) if pair % 2 else (0, 1)
         for kind, time_of in (("wall", _wall), ("host", _host), ("device", _device)):

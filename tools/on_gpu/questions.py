@@ -194,6 +194,9 @@ LAYOUTS: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
 }
 
 
+REJECTED = ("head_dim 20", "last stride 2")  # layouts that FlashAttention's source rejects
+
+
 def strides(name: str) -> dict[str, object]:
     """Whether a ragged call takes a layout and computes the right output."""
     q, k, v = LAYOUTS[name]()
@@ -204,10 +207,14 @@ def strides(name: str) -> dict[str, object]:
     except RuntimeError as error:
         if "CUDA error" in str(error):
             raise  # the context is lost, and the worker ends
-        return {"group": "Q5", "answer": f"{name}: rejected", "holds": False, "error": str(error)[:300]}
+        return {"group": "Q5", "answer": f"{name}: rejected", "holds": name in REJECTED, "error": str(error)[:300]}
     exact = torch.cat([_dense(q[a:b], k[a:b], v[a:b]) for a, b in ((0, 40), (40, 64))])
     right = _close(output.cpu(), exact, torch.float16)
-    return {"group": "Q5", "answer": f"{name}: {'right' if right else 'WRONG'}", "holds": right}
+    return {
+        "group": "Q5",
+        "answer": f"{name}: {'right' if right else 'WRONG'}",
+        "holds": right and name not in REJECTED,
+    }
 
 
 # ---- Q6 to Q8: which kernel, and how long it takes
