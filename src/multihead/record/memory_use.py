@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from multihead.record.layer import LayerRecord
 
+__all__ = ["memory_of"]
+
 
 @dataclass(frozen=True)
 class MemoryUse:

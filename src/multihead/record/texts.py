@@ -15,6 +15,8 @@ from torch import Tensor
 from multihead.record.notebook import number_with_noun
 from multihead.record.segments import ChunkedRows
 
+__all__ = ["Text"]
+
 
 @dataclass(frozen=True, eq=False)
 class Text:
@@ -26,6 +28,9 @@ class Text:
         special: whether each token is a special one such as [CLS], or None if unknown.
         gaps: the text between each token and the previous one (None where unknown), or None if all are unknown.
         patches: rows and columns of an image, whose patches are the last tokens; None for a text.
+
+    >>> Text(tokens=["The", " cat"]).length
+    2
     """
 
     ids: Tensor | None = None
