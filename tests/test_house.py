@@ -58,6 +58,21 @@ def test_no_module_imports_a_module_that_imports_it() -> None:
     TopologicalSorter(imports).prepare()  # raises CycleError
 
 
+def test_the_page_of_the_architecture_lists_the_layers_of_pyproject() -> None:
+    """The layers are told once, by the contract that is checked; the page adds what is in each."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = [
+        set(re.findall(r"\w+", layer)) for each in contracts if each["id"] == "floors" for layer in each["layers"]
+    ]
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Source layout")[2]
+    listed = re.findall(r"^\| `(\w+)(?:/[\w/]*|\.py)` \|", page.partition("\n## ")[0], re.MULTILINE)
+    assert sorted(listed) == sorted(set().union(*layers))
+    floors = [next(number for number, layer in enumerate(layers) if name in layer) for name in listed]
+    assert floors == sorted(floors)
+
+
 def test_the_first_line_of_every_file_says_what_it_is_for() -> None:
     opening = re.compile(r'r?"""\S.*[.:?!]("""|\n)')
     assert [name(path) for path in PYTHON if not opening.match(path.read_text(encoding="utf-8"))] == []
