@@ -16,7 +16,8 @@ from multihead.kinds import KINDS
 from multihead.masks import Keep, Mask
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
-from multihead.record.analysis.highlights import LayerProfile, layer_profiles
+from multihead.record.layer import layer_profiles
+from multihead.record.profiles import LayerProfile
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.segments import Segment
 from multihead.record.summaries import MeasuredStatistic, occurred_before, queries_that_count

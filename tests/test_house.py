@@ -73,6 +73,26 @@ def test_the_page_of_the_architecture_lists_the_layers_of_pyproject() -> None:
     assert floors == sorted(floors)
 
 
+IMPORTED_BY_NAME = {
+    "__init__.py": "a public name is imported when it is first used",
+    "cli/__init__.py": "so is a command",
+    "cli/model_options.py": "the user names the module",
+    "observation/presentation.py": "a record is shown by its methods, whose functions are in the layers above it",
+}
+
+
+def test_no_import_hides_in_a_string() -> None:
+    """An import by a string passes the contracts of the layers, so each of them has a reason."""
+    found = {
+        str(path.relative_to(SRC))
+        for path in SRC.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Name, ast.Attribute))
+        and (node.id if isinstance(node, ast.Name) else node.attr) in ("import_module", "__import__")
+    }
+    assert found == IMPORTED_BY_NAME.keys()
+
+
 def test_the_first_line_of_every_file_says_what_it_is_for() -> None:
     opening = re.compile(r'r?"""\S.*[.:?!]("""|\n)')
     assert [name(path) for path in PYTHON if not opening.match(path.read_text(encoding="utf-8"))] == []

@@ -20,11 +20,11 @@ from multihead.cli.look_output import (
 from multihead.kinds import KINDS
 from multihead.probes import DEFAULT
 from multihead.probes.catalogue import REPEAT_PROBES
-from multihead.record.analysis.chance import ChanceComparison
-from multihead.record.analysis.highlights import LayerProfile, kinds_of_heads
-from multihead.record.analysis.visibility import Visibility
+from multihead.record.chance import ChanceComparison
 from multihead.record.memory_use import MemoryUse
+from multihead.record.profiles import LayerProfile, kinds_of_heads
 from multihead.record.repeated import RepeatedTokens
+from multihead.record.visibility import Visibility
 from multihead.viewer.report import ReportSummary
 
 

@@ -19,7 +19,7 @@ from multihead.kernels.choose import PLAN_CACHE
 from multihead.kernels.plan.bounds import BOUNDS_CACHE
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.measuring import StatisticsMeasurer
-from multihead.record.analysis.chance import error_of_mean
+from multihead.record.chance import error_of_mean
 from tests.counting.tiny import bert
 from tests.families import DECODER, TEXT, family
 

@@ -21,7 +21,8 @@ from multihead.functional import attend, request_of
 from multihead.kernels.call import CallOrigin
 from multihead.observation.record import Record
 from multihead.probes import PROBES
-from multihead.record.analysis.highlights import findings, layer_profiles
+from multihead.record.analysis.highlights import findings
+from multihead.record.layer import layer_profiles
 from multihead.record.sample import SampleRecord
 from tests.observation.recorded import ids, read
 

@@ -21,7 +21,8 @@ from multihead.observation.textbook import (
     word_token_ids,
 )
 from multihead.probes import DEFAULT
-from multihead.record.analysis.highlights import findings, layer_profiles
+from multihead.record.analysis.highlights import findings
+from multihead.record.layer import layer_profiles
 from multihead.record.repeated import RepeatedTokens
 from tests.families import family
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multihead.record.analysis.highlights import layer_profiles
+from multihead.record.layer import layer_profiles
 from multihead.viewer.facts import facts_of_record, readable_size
 from tests.dense_record import DenseRecord, random_weights, record_of
 

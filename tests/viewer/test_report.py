@@ -13,7 +13,7 @@ import torch
 
 from multihead.errors import ArgumentError, InputError, MultiheadError, ShapeError
 from multihead.masks import Full
-from multihead.record.analysis.highlights import layer_profiles
+from multihead.record.layer import layer_profiles
 from multihead.record.texts import Text
 from multihead.viewer import write_report
 from multihead.viewer.page_budget import StoredMaps

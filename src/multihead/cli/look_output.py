@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from multihead.models.loading import EncodedText
     from multihead.observation.record import Record
     from multihead.probes.probe import Statistic
-    from multihead.record.analysis.highlights import LayerProfile
     from multihead.record.memory_use import MemoryUse
+    from multihead.record.profiles import LayerProfile
     from multihead.record.repeated import RepeatedTokens
     from multihead.viewer.looking import ModelInputs
     from multihead.viewer.report import ReportSummary

@@ -36,18 +36,12 @@ from multihead.models.tokens import CONTINUATION_MARK
 from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Probe, Statistic
-from multihead.record.analysis.chance import ChanceComparison, error_of_mean
 from multihead.record.analysis.find import FoundHead, ValueRange, find
-from multihead.record.analysis.highlights import (
-    Finding,
-    HeadKind,
-    LayerKinds,
-    findings,
-    heads_of_kinds,
-    kinds_of_heads,
-)
+from multihead.record.analysis.highlights import Finding, HeadKind, findings, heads_of_kinds
+from multihead.record.chance import ChanceComparison, error_of_mean
 from multihead.record.layer import LayerRecord
 from multihead.record.notebook import HeadOfLayer
+from multihead.record.profiles import LayerKinds, kinds_of_heads
 from multihead.record.running_summary import RunningSummary
 from multihead.record.summaries import QUANTILE_OF_SUMMARY, SummaryName, check_summary_name
 from multihead.record.table import HeadTable, head_rows

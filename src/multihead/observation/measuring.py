@@ -24,8 +24,8 @@ from multihead.probes.lookups import weight_at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import complete_statistics, parts_of_probes, possible_probes
-from multihead.record.analysis.chance import with_zero_scores
 from multihead.record.batch import SampleSpans, shift_all_key_indices
+from multihead.record.chance import with_zero_scores
 from multihead.record.summaries import MeasuredStatistic, occurred_before, queries_that_count
 from multihead.record.token_ids import CallTokenIds, is_among
 from multihead.tensors.shapes import AttentionShape

@@ -24,19 +24,12 @@ from multihead.probes.probe import Probe, Statistic
 from multihead.record import loading, merging, notebook, plots, saving
 from multihead.record.analysis.changes import ChangedHead, changes
 from multihead.record.analysis.find import FoundHead, ValueRange, find
-from multihead.record.analysis.highlights import (
-    Finding,
-    HeadKind,
-    LayerProfile,
-    findings,
-    heads_of_kinds,
-    heads_of_short_table,
-    layer_profiles,
-)
+from multihead.record.analysis.highlights import Finding, HeadKind, findings, heads_of_kinds, heads_of_short_table
 from multihead.record.analysis.similar import NearHead, nearest
 from multihead.record.batch import SLICING_LOCK, RecordedBatch
-from multihead.record.layer import LayerRecord, RecordContents, texts_of
+from multihead.record.layer import LayerRecord, RecordContents, layer_profiles, texts_of
 from multihead.record.notebook import HeadList, number_with_noun
+from multihead.record.profiles import LayerProfile
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import SummaryName, check_summary_name
 from multihead.record.table import HeadTable, head_rows

@@ -49,7 +49,6 @@ from multihead.probes.statistics import (
     sink_mass,
     statistics_of_call,
 )
-from multihead.record.analysis.chance import content_key, visibility_key
 from multihead.record.batch import (
     KeptRows,
     RecordedBatch,
@@ -61,6 +60,7 @@ from multihead.record.batch import (
     slice_call,
     slice_request,
 )
+from multihead.record.chance import content_key, visibility_key
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import STATISTICS_PER_KEY, SampleRecord

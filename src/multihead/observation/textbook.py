@@ -13,7 +13,7 @@ from multihead.kinds import KINDS, Kind
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.probes.probe import Probe
-from multihead.record.analysis.chance import chance_of_probes, compare_with_chance
+from multihead.record.chance import chance_of_probes, compare_with_chance
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 

@@ -8,9 +8,8 @@ row, link and file, for the few models that share layers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,7 +20,9 @@ from multihead.locale.escaping import escape_controls
 from multihead.probes.probe import Statistic
 from multihead.record import notebook, summaries
 from multihead.record.batch import SLICING_LOCK, RecordedBatch
+from multihead.record.chance import ChanceCache, Progress
 from multihead.record.notebook import number_with_noun
+from multihead.record.profiles import LayerProfile, profile_of_samples
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
@@ -109,12 +110,9 @@ class LayerRecord:
         Raises:
             ProbeError: only a summary was kept.
         """
-        # Imported here, because highlights imports this module.
-        read = import_module("multihead.record.analysis.highlights").layer_profiles
         made = {kind.probe.name: kind.probe for kind in self.own_kinds if kind.probe is not None}
-        (profile,) = read([self], sample=None, statistics=made, among=(*KINDS, *self.own_kinds))
-        found: tuple[tuple[str, ...], ...] = profile.kinds
-        return found
+        (profile,) = layer_profiles([self], sample=None, statistics=made, among=(*KINDS, *self.own_kinds))
+        return profile.kinds
 
     def means(self) -> dict[str, Tensor]:
         """Return the mean of each statistic over the counted queries of all samples: name -> (heads,) float64."""
@@ -187,6 +185,48 @@ class LayerRecord:
     ) -> Tensor:
         """Downsample a rectangle of one sample's attention map, see `SampleRecord.map`."""
         return self.sample(sample).map(head, queries=queries, keys=keys, bins=bins)
+
+
+def layer_profiles(
+    layers: Sequence[LayerRecord],
+    *,
+    sample: int | None = 0,
+    special: Sequence[bool] | None = None,
+    statistics: Mapping[str, Statistic] | None = None,
+    among: Sequence[Kind] = KINDS,
+    progress: Progress | None = None,
+) -> list[LayerProfile]:
+    """Compute the means, chance levels, kinds and mask of every layer of a record.
+
+    Args:
+        layers: the layers of a record.
+        sample: index of the text; None combines all texts.
+        special: one flag per token, True for special tokens ([CLS], [SEP], <s>), from which "separator_mass", the
+            attention on special tokens after the first, is computed. None takes the flags of the recorded text.
+        statistics: name -> statistic, for the statistics of the record that are not built in.
+        among: the kinds to choose from.
+        progress: called with (queries done, all queries) of a text while its chance levels are computed.
+    """
+    known: ChanceCache = {}
+    found = []
+    for layer in layers:
+        samples = [layer.sample(each) for each in (range(layer.num_samples) if sample is None else [sample])]
+        if not samples:
+            raise empty_layer_error(layer.name)
+        found.append(
+            profile_of_samples(
+                samples,
+                number=layer.number,
+                name=layer.name,
+                special=special,
+                statistics=statistics or {},
+                known=known,
+                among=among,
+                repeated=layer.repeated,
+                progress=progress,
+            )
+        )
+    return found
 
 
 def empty_layer_error(name: str) -> ProbeError:

@@ -10,7 +10,7 @@ from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import statistic_label, unit_label
 from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR_STATISTIC, statistic
 from multihead.probes.probe import Probe, Statistic
-from multihead.record.analysis.highlights import LayerKinds
+from multihead.record.profiles import LayerKinds
 
 
 def describe_column(shown: Statistic, lang: str) -> dict[str, str]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from multihead.locale.texts import section, text
-from multihead.record.analysis.highlights import LayerProfile
 from multihead.record.analysis.roles import roles
+from multihead.record.profiles import LayerProfile
 from multihead.viewer.columns import legend_of_kinds
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from inspect import signature
 from itertools import count
 from pathlib import Path
@@ -43,7 +42,7 @@ from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.observe import observe
 from multihead.observation.textbook import add_repeated, measure_repeated, start_token_id, word_token_ids
 from multihead.probes import DEFAULT
-from multihead.record.analysis.highlights import LayerProfile
+from multihead.record.profiles import LayerProfile
 from multihead.record.texts import Text
 from multihead.tensors.undo import Undo
 
@@ -151,7 +150,7 @@ def look(
         raise ArgumentError(f"start_token is {start_token!r}, and textbook is False.", "Give textbook=True as well.")
     in_notebook = show and kind_of_notebook() is not None
     if in_notebook:
-        import_module("multihead.viewer.widget")  # raises an error for missing packages before the model runs
+        from multihead.viewer import widget  # noqa: F401 - raises an error for missing packages before the model runs
     elif show:
         require("jinja2", purpose="Writing a page", extra="view")
     named = _model_or_name(model, tokenizer)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ProbeError
-from multihead.record.analysis.visibility import query_blocks
+from multihead.record.visibility import query_blocks
 from multihead.viewer.tiles import visible_weights
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text
 from multihead.probes.catalogue import SEPARATOR_STATISTIC
 from multihead.record.analysis.changes import ChangedHead, summarise_changes
-from multihead.record.analysis.highlights import LayerProfile, findings
+from multihead.record.analysis.highlights import findings
 from multihead.record.analysis.roles import roles, rows_with_roles
 from multihead.record.analysis.similar import affordable_queries
+from multihead.record.profiles import LayerProfile
 from multihead.record.texts import Text
 from multihead.viewer.columns import columns_not_recorded, describe_column, legend_of_kinds, names_of_statistics
 from multihead.viewer.facts import facts_of_record, lead_sentence, name_masks

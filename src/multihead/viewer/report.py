@@ -25,7 +25,7 @@ from multihead.files import check_writable, write_atomically
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language
 from multihead.locale.texts import text as locale
-from multihead.record.analysis.highlights import LayerProfile
+from multihead.record.profiles import LayerProfile
 from multihead.viewer.facts import readable_size
 from multihead.viewer.offline import answers_in_file, offline_page
 from multihead.viewer.page import installed_version

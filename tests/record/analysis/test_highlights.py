@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.record.analysis.chance import ChanceComparison
-from multihead.record.analysis.highlights import findings, kinds_of_heads, layer_profiles
+from multihead.record.analysis.highlights import findings
+from multihead.record.chance import ChanceComparison
+from multihead.record.layer import layer_profiles
+from multihead.record.profiles import kinds_of_heads
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
 from tests.dense_record import random_weights, record_of

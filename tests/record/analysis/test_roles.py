@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import multihead as mh
-from multihead.record.analysis.highlights import layer_profiles
 from multihead.record.analysis.roles import roles, rows_with_roles
+from multihead.record.layer import layer_profiles
 from tests.families import batch_of, family
 
 

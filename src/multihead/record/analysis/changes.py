@@ -16,11 +16,11 @@ from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import statistic_label, text
 from multihead.probes.catalogue import SEPARATOR_STATISTIC, statistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
-from multihead.record.analysis.chance import Progress
-from multihead.record.analysis.highlights import LayerProfile, layer_profiles
 from multihead.record.analysis.similar import divergence, evenly_spaced_queries, have_same_texts
-from multihead.record.layer import LayerRecord
+from multihead.record.chance import Progress
+from multihead.record.layer import LayerRecord, layer_profiles
 from multihead.record.notebook import HeadList, HeadOfLayer
+from multihead.record.profiles import LayerProfile
 from multihead.record.sample import SampleRecord
 
 

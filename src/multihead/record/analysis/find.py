@@ -12,9 +12,10 @@ from multihead.kinds import KINDS, RENAMED_KINDS, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
-from multihead.record.analysis.highlights import evidence_of_kind, layer_profiles, unmeasured_kind_error
-from multihead.record.layer import LayerRecord
+from multihead.record.analysis.highlights import unmeasured_kind_error
+from multihead.record.layer import LayerRecord, layer_profiles
 from multihead.record.notebook import HeadList, HeadOfLayer
+from multihead.record.profiles import evidence_of_kind
 from multihead.record.summaries import SummaryName
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from multihead import MultiHeadAttention, observe
 from multihead.masks import Causal, Full, Mask, Window
-from multihead.record.analysis.visibility import LOCAL_REACH, near_mass, query_blocks, visibility_of
 from multihead.record.sample import SampleRecord
+from multihead.record.visibility import LOCAL_REACH, near_mass, query_blocks, visibility_of
 from tests.dense_record import random_weights, record_of
 
 
@@ -77,7 +77,7 @@ def test_a_query_that_sees_no_key_is_counted_and_left_out_of_the_mean() -> None:
 def test_blocks_give_what_one_look_at_everything_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = sample_of(band(50, 50, 7, 0))
     whole = visibility_of(sample)
-    monkeypatch.setattr("multihead.record.analysis.visibility.MAX_TILE_CELLS", 300)
+    monkeypatch.setattr("multihead.record.visibility.MAX_TILE_CELLS", 300)
     parts = visibility_of(sample)
     assert (whole.pattern, whole.before) == (parts.pattern, parts.before) == ("causal window", 7)
     torch.testing.assert_close(whole.largest_entropy, parts.largest_entropy)

@@ -17,8 +17,8 @@ from multihead.kinds import NEAR_MASS
 from multihead.layer.cache import KeyValueCache
 from multihead.masks.base import UnknownMask
 from multihead.probes import PROBES, Probe, first_keys_mass, offset_mass, tokens_mass
-from multihead.record.analysis import chance as module
-from multihead.record.analysis.chance import (
+from multihead.record import chance as module
+from multihead.record.chance import (
     ChanceCache,
     ChanceComparison,
     chance_of_probes,
