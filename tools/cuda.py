@@ -38,7 +38,7 @@ LEAST = 5.0  # seconds that a part needs to start at all
 PATIENCE = 60.0  # seconds for examining the machine: the first import of torch reads gigabytes
 GRACE = 3.0  # seconds after its limit in which a process may end by itself
 POLL = 0.05
-TABLE_LINES = 30
+TABLE_LINES, COLUMNS = 30, 200
 CONTRACT = "contract"  # name of the part after which proven.json is written
 PROVEN = ROOT / "src" / "multihead" / "kernels" / "proven.json"
 STARTING = "starting"  # name of the row of a process that ends before its first case
@@ -67,7 +67,7 @@ class Part:
 
 
 PARTS = (
-    Part("questions", "tools.on_gpu.questions", 40, case_seconds=20, table_lines=8),
+    Part("questions", "tools.on_gpu.questions", 40, case_seconds=20, table_lines=10),
     Part("compile", "tools.on_gpu.compiling", 30, processes=4, table_lines=2),
     Part("contract", "tools.on_gpu.contract", 100, processes=4, table_lines=4),
     Part("fuzz", "tools.on_gpu.fuzzing", 60, case_seconds=90, table_lines=2),
@@ -362,7 +362,7 @@ def table(result: Mapping[str, Any], parts: Sequence[Part]) -> list[str]:
         counted += f", {len(found['left'])} left" if found["left"] else ""
         lines.append(f"{part.name:<10}{found['state']:<12}{found['seconds']:6.1f} s  {counted}")
         lines += _important_rows(found["rows"], part.table_lines)
-    return [line[:160] for line in lines[:TABLE_LINES]]
+    return [line[:COLUMNS] for line in lines[:TABLE_LINES]]
 
 
 def _important_rows(rows: Sequence[Mapping[str, Any]], count: int) -> list[str]:

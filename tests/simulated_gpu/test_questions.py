@@ -48,8 +48,8 @@ def test_every_question_has_the_answer_that_is_assumed(monkeypatch: pytest.Monke
     }
     assert {name.split()[0] for name in found} == {f"Q{n}" for n in range(1, 9)}
     assert questions.rows_without_keys()["answer"] == (
-        "without keys: output 0, without keys: logsumexp inf, NaN query: output nan, NaN query: logsumexp inf, "
-        "NaN key: output nan, NaN key: logsumexp inf, others are finite True"
+        "without keys: output 0, logsumexp inf; NaN query: output nan, logsumexp inf; "
+        "NaN key: output nan, logsumexp inf"
     )
 
 

@@ -106,9 +106,12 @@ def rows_without_keys() -> dict[str, object]:
             "NaN key: logsumexp": _values(logsumexp[1, 8:16]),
             "others are finite": bool(output[8:, 2:].isfinite().all()),
         }
-    first = found["bfloat16"]
-    assert isinstance(first, dict)
-    answer = ", ".join(f"{name} {value}" for name, value in first.items())
+    first: Any = found["bfloat16"]
+    answer = "; ".join(
+        f"{kind}: output {first[f'{kind}: output']}, logsumexp {first[f'{kind}: logsumexp']}"
+        for kind in ("without keys", "NaN query", "NaN key")
+    )
+    answer += "" if first["others are finite"] else "; other rows are NaN too"
     holds = all(
         isinstance(each, dict)
         and (each["without keys: output"], each["NaN query: output"], each["NaN key: output"]) == ("0", "nan", "nan")
