@@ -38,6 +38,15 @@ def test_every_kernel_passes_the_contract(kernel: str, call: contract.Call) -> N
         contract.check(kernel, call, CUDA)
 
 
+@pytest.mark.parametrize("mask", [masks.Causal(), masks.Window(100, after=3)], ids=["sdpa", "flex"])
+def test_a_second_backward_pass_gives_the_gradients_of_the_first(mask: masks.Mask) -> None:
+    given = drawn(300, 300, dim=64, dtype=torch.bfloat16)
+    output = mh.attention(*given, mask=mask)
+    first = torch.autograd.grad(output, given, torch.ones_like(output), retain_graph=True)
+    for one, other in zip(first, torch.autograd.grad(output, given, torch.ones_like(output)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-2, rtol=2e-2)  # dq is summed in any order
+
+
 def test_a_call_waits_for_no_value_of_the_gpu() -> None:
     q, k, v = (each.detach() for each in drawn(256, 256, dim=64, dtype=torch.bfloat16))
     lengths = torch.tensor([256, 100], device=CUDA)
