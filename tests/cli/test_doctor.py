@@ -18,7 +18,7 @@ from multihead.cli.doctor import _history
 from multihead.kernels import proven, sdpa
 from multihead.kernels.native.library import InstructionSet
 from multihead.kernels.proven import GpuPath, ProvenRow, code_of
-from tests.simulated_gpu.device import simulated_gpu
+from tests.simulated_gpu.device import simulated_gpu, skip_where_not_simulated
 
 FOUND = room.Diagnosis(
     system="Linux x86_64",
@@ -143,8 +143,7 @@ class TestOnTheGpu:
 
     @pytest.fixture
     def run_there(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Result]]:
-        if torch.cuda.is_available():
-            pytest.skip("there is a real GPU")
+        skip_where_not_simulated()
         calls = [replace(call, trains=False) for call in contract.CALLS if call.name in ("causal", "softcap")]
         monkeypatch.setattr(contract, "CALLS", tuple(call for call in calls if call.dtype != torch.float16))
         with simulated_gpu():

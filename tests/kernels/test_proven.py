@@ -15,7 +15,7 @@ from multihead import masks
 from multihead.kernels import flex, proven, sdpa
 from multihead.kernels.choose import KERNELS, Kernel
 from multihead.kernels.proven import GpuPath, ProvenRow, code_of, hash_of_code
-from tests.simulated_gpu.device import simulated_gpu, to_gpu
+from tests.simulated_gpu.device import simulated_gpu, skip_where_not_simulated, to_gpu
 
 SOURCES = ("kernels/flex.py",)
 PLANTED = SimpleNamespace(
@@ -43,8 +43,7 @@ def _planted_first(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def q() -> Iterator[Any]:
-    if torch.cuda.is_available():
-        pytest.skip("there is a real GPU")
+    skip_where_not_simulated()
     with simulated_gpu(), torch.no_grad():
         yield to_gpu(torch.randn(1, 2, 20, 16).half())
 

@@ -24,6 +24,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -340,6 +341,14 @@ def _run_flex(q: Any, k: Any, v: Any, *, score_mod: Any, block_mask: Any, scale:
     return to_gpu(found)
 
 
+def skip_where_not_simulated(*, module: bool = False) -> None:
+    """Skip a test, or a module of tests, where no GPU can be simulated."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a real GPU", allow_module_level=module)
+    if sys.platform != "linux":
+        pytest.skip("the guards of devices are found in the libc10 of Linux", allow_module_level=module)
+
+
 @contextmanager
 def simulated_gpu() -> Iterator[Gpu]:
     """Simulate a GPU in this context; not where there is a real one."""
@@ -417,6 +426,3 @@ def count_frames(call: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
     return found
-
-
-__all__ = ["CUDA", "Counts", "Gpu", "OnGpu", "count", "count_frames", "simulated_gpu", "to_cpu", "to_gpu"]

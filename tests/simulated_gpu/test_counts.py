@@ -13,10 +13,9 @@ import torch
 from multihead.kernels import sdpa
 from tests.simulated_gpu import calls
 from tests.simulated_gpu.calls import FRAMES, attention_calls, count, count_frames, differences
-from tests.simulated_gpu.device import _FILE_OF_LIBRARY, Gpu, simulated_gpu
+from tests.simulated_gpu.device import _FILE_OF_LIBRARY, Gpu, simulated_gpu, skip_where_not_simulated
 
-if torch.cuda.is_available():
-    pytest.skip("there is a real GPU", allow_module_level=True)
+skip_where_not_simulated(module=True)
 
 RECORDED = json.loads(calls.FILE.read_text(encoding="utf-8"))
 SAME_TORCH = torch.__version__.split("+")[0] == RECORDED["torch"]

@@ -12,13 +12,12 @@ import torch
 
 from multihead import contract, masks
 from tests.simulated_gpu import operators
-from tests.simulated_gpu.device import simulated_gpu
+from tests.simulated_gpu.device import simulated_gpu, skip_where_not_simulated
 from tools.on_gpu import compiling, fuzzing, measuring, questions
 from tools.on_gpu import contract as contract_part
 from tools.on_gpu.worker import run_case
 
-if torch.cuda.is_available():
-    pytest.skip("there is a real GPU", allow_module_level=True)
+skip_where_not_simulated(module=True)
 
 CUDA = torch.device("cuda")
 
