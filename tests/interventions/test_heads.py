@@ -166,7 +166,11 @@ BAD: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     ),
     "another way": (
         lambda model: mh.ablate(model, "L0 H1", by="noise"),  # type: ignore[arg-type]
-        'by is \'noise\'. Give "zero", "mean" or "resample".',
+        'by is \'noise\'. Give "zero", "mean", "resample", a vector, or a function of the output of a head.',
+    ),
+    "a reference for a function": (
+        lambda model: mh.ablate(model, "L0 H1", by=lambda output, call: output, reference=[]),
+        'reference was given with a vector or a function as by=. Use by="mean", or leave it out.',
     ),
     "no reference": (
         lambda model: mh.ablate(model, "L0 H1", by="mean"),

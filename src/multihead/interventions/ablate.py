@@ -17,7 +17,14 @@ from multihead.errors.arguments import check_integer, join_first
 from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.interventions.heads import Head, HeadKey, attention_layers, resolve_heads
 from multihead.interventions.means import HeadMeans, MeanOver, head_means
-from multihead.interventions.replacements import MeanOutput, Replacement, ResampledOutput, ScaledOutput
+from multihead.interventions.replacements import (
+    GivenOutput,
+    MeanOutput,
+    OutputFunction,
+    Replacement,
+    ResampledOutput,
+    ScaledOutput,
+)
 from multihead.kernels.head_changes import mark_changed_output
 from multihead.models.guarded_cache import guard_caches
 
@@ -30,7 +37,7 @@ def ablate(
     model: nn.Module,
     heads: Head | Iterable[Head],
     *,
-    by: AblationMethod = "zero",
+    by: AblationMethod | Tensor | OutputFunction = "zero",
     positions: Positions = None,
     samples: Sequence[int] | None = None,
     reference: HeadMeans | Iterable[Any] | None = None,
@@ -51,7 +58,11 @@ def ablate(
         heads: "L17 H4", (17, 4), a whole layer "L17", a list of these, or what `seen.find(...)`, `seen.nearest(...)`
             and `seen.kinds()` return. Layers are numbered in the order in which they first run, as in tables.
         by: what replaces the output: "zero"; "mean", the head's mean output over a reference; "resample", its output
-            at the same position of another text in the batch.
+            at the same position of another text in the batch; a vector (value_dim,), in the dtype of the output; or a
+            function f(output, call) of a head's output, (batch, queries, value_dim), that returns a tensor like it.
+            `call` has `layer`, `layer_name`, `head`, `texts` and `positions` of the queries, (batch, queries) int64
+            each, -1 for padding, and `outputs`, those of all heads of the layer before this change, (batch, heads,
+            queries, value_dim). A function may use several heads and texts, and gradients pass through it.
         positions: the tokens whose output is replaced, counted from the first token of each text without padding, as
             an int, ints or a slice; None for all. Cross-attention of `MultiHeadAttention` needs `lengths=` for this.
         samples: the texts of each batch whose heads are switched off, by index; None for all.
@@ -66,7 +77,8 @@ def ablate(
 
     Raises:
         ArgumentError: a head does not exist (the error names the nearest), the heads are all heads of the model, or an
-            option does not fit; raised before anything runs.
+            option does not fit; raised before anything runs. In the context: a vector or what a function returned has
+            another shape, dtype or device than the output.
         ModelError: `model` has no attention layer, or is of an unsupported family; at the end of the context: a named
             head was never reached; in the context: a cache was filled under other
             interventions, or the layer runs under activation checkpointing with use_reentrant=True.
@@ -81,16 +93,24 @@ def ablate(
     ...     without = layer(x)
     >>> bool(torch.equal(without, layer(x)))
     False
+    >>> with mh.ablate(layer, "L0 H1", by=lambda output, call: call.outputs[:, 0]):  # head 1 writes what head 0 writes
+    ...     copied = layer(x)
     """
     keys = resolve_heads(model, heads)
-    if by not in ("zero", "mean", "resample"):
-        raise ArgumentError(f"by is {by!r}.", 'Give "zero", "mean" or "resample".')
-    if by != "mean" and reference is not None:
-        raise ArgumentError(f'reference was given with by="{by}".', 'Use by="mean", or leave it out.')
-    if positions is None and samples is None and by != "resample":
+    given = isinstance(by, Tensor) or callable(by)
+    if not given and by not in ("zero", "mean", "resample"):
+        raise ArgumentError(
+            f"by is {by!r}.", 'Give "zero", "mean", "resample", a vector, or a function of the output of a head.'
+        )
+    if reference is not None and (given or by != "mean"):
+        of = "a vector or a function as by=" if given else f'by="{by}"'
+        raise ArgumentError(f"reference was given with {of}.", 'Use by="mean", or leave it out.')
+    if positions is None and samples is None and (by in ("zero", "mean") if not given else isinstance(by, Tensor)):
         _check_some_heads_stay(model, keys)
     replacement: Replacement = ScaledOutput()
-    if by == "resample":
+    if isinstance(by, Tensor) or callable(by):
+        replacement = GivenOutput(by)
+    elif by == "resample":
         replacement = ResampledOutput(seed)
     elif by == "mean":
         replacement = MeanOutput(_means_of_reference(model, reference, mean_over))
@@ -264,15 +284,14 @@ class _InterventionRun:
             return output, None
         keys, heads, factors = found
         heads, factors = heads.to(output.device), factors.to(output.device, output.dtype)
-        own = output.index_select(1, heads)
-        new, scales = self.intervention.replacement.replace(call, own, heads, factors)
+        new, scales = self.intervention.replacement.replace(call, output, heads, factors)
         where = self._changed_queries(call)  # (batch, queries)
         if where is None:
             touched: Tensor | bool = output.numel() > 0
             of_query = scales[:, None]
         else:
             touched = where.any()
-            new = torch.where(where[:, None, :, None], new, own)
+            new = torch.where(where[:, None, :, None], new, output.index_select(1, heads))
             of_query = torch.where(where[:, None], scales[:, None], 1)  # (batch, heads, queries)
         for key in keys:
             self.reached_heads[key] = touched | self.reached_heads.get(key, False)

@@ -1,9 +1,10 @@
-"""Rules for the output of a changed head: scale it, or replace it by a mean output or by that on another text."""
+"""Rules for the output of a changed head: scale it, or replace it by a mean, that on another text, or what is given."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,13 +23,13 @@ class Replacement(Protocol):
     description: str
     """The change of a head in a few words, with {factor} for its factor, such as "times {factor}"."""
 
-    def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    def replace(self, call: FollowedCall, output: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Return the new output of the changed heads, and the factors by which their own outputs were multiplied.
 
         Args:
             call: the call.
-            own: (batch, heads, queries, value_dim), the heads' own output.
-            heads: (heads,) int64, their indices in the layer.
+            output: (batch, heads of the layer, queries, value_dim), the output of all heads.
+            heads: (heads,) int64, the indices of the changed heads in the layer.
             factors: (heads,), the factors that the caller gave for the heads, in the dtype of the output.
 
         Returns:
@@ -43,9 +44,9 @@ class ScaledOutput:
     needs_tokens = False
     description = "times {factor:g}"
 
-    def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    def replace(self, call: FollowedCall, output: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Scale the output of heads, see `Replacement.replace`."""
-        scaled = own * factors[:, None, None]
+        scaled = output.index_select(1, heads) * factors[:, None, None]
         return scaled.masked_fill((factors == 0)[:, None, None], 0), factors
 
 
@@ -57,14 +58,14 @@ class MeanOutput:
     needs_tokens = True
     description = "by its mean"
 
-    def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    def replace(self, call: FollowedCall, output: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Replace the output of heads by their means, see `Replacement.replace`."""
         rows = self.means.rows_of(call.layer_name, call.tokens.position)
-        vectors = self.means.vectors[call.layer_name].to(own.device, own.dtype)  # (rows, heads, value_dim)
-        if vectors.shape[1] < call.request.shape.num_heads or vectors.shape[2] != own.shape[-1]:
+        vectors = self.means.vectors[call.layer_name].to(output.device, output.dtype)  # (rows, heads, value_dim)
+        if vectors.shape[1] < call.request.shape.num_heads or vectors.shape[2] != output.shape[-1]:
             raise ArgumentError(
                 f"The reference has means of {vectors.shape[1]} heads of {vectors.shape[2]} numbers for "
-                f"{call.layer_name}, which has {call.request.shape.num_heads} heads of {own.shape[-1]}.",
+                f"{call.layer_name}, which has {call.request.shape.num_heads} heads of {output.shape[-1]}.",
                 "Compute them with mh.head_means on this model.",
             )
         return vectors[:, heads][rows].transpose(1, 2), torch.full_like(factors, torch.nan)
@@ -78,8 +79,9 @@ class ResampledOutput:
     needs_tokens = True
     description = "by that of another text"
 
-    def replace(self, call: FollowedCall, own: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    def replace(self, call: FollowedCall, output: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Replace the output of heads by that of another text, see `Replacement.replace`."""
+        own = output.index_select(1, heads)
         text, position = (each.flatten() for each in call.tokens)
         real = (position >= 0).nonzero()[:, 0]
         text, position = text[real], position[real]
@@ -108,6 +110,103 @@ class ResampledOutput:
         flat = own.transpose(1, 2).flatten(0, 1).index_select(0, source)  # (batch * queries, heads, value_dim)
         new = flat.unflatten(0, (own.shape[0], own.shape[2])).transpose(1, 2)
         return new, torch.full_like(factors, torch.nan)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadCall:
+    """A call of a changed head, for the function that is given as `by=` of `mh.ablate`.
+
+    Attributes:
+        layer: number of the layer.
+        layer_name: name of the layer.
+        head: index of the head in the layer.
+        outputs: (batch, heads, queries, value_dim), the output of every head of the layer before this change.
+    """
+
+    layer: int
+    layer_name: str
+    head: int
+    outputs: Tensor
+    _call: FollowedCall
+
+    @property
+    def texts(self) -> Tensor:
+        """Index of the text of each query: (batch, queries) int64. A packed batch is one row."""
+        return self._call.tokens.text_index
+
+    @property
+    def positions(self) -> Tensor:
+        """Index of each query among the tokens of its text: (batch, queries) int64; -1 for padding."""
+        return self._call.tokens.position
+
+
+OutputFunction: TypeAlias = "Callable[[Tensor, HeadCall], Tensor]"
+"""Function of the output of a head, (batch, queries, value_dim), and its call; returns the new output."""
+
+
+@dataclass(frozen=True, eq=False)
+class GivenOutput:
+    """What a function of the user returns for each head, or one vector (value_dim,) for every query.
+
+    Two of them are equal if they hold the same object, because the results of two functions cannot be compared.
+    """
+
+    by: Tensor | OutputFunction
+    needs_tokens = False
+    description = "by what was given"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GivenOutput) and other.by is self.by
+
+    def __hash__(self) -> int:
+        return id(self.by)
+
+    def replace(self, call: FollowedCall, output: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """Replace the output of heads by what the user gave, see `Replacement.replace`."""
+        if isinstance(self.by, Tensor):
+            if not _is_like(self.by, output, output.shape[3:]):
+                raise ArgumentError(
+                    f"by is {_description(self.by)}, and the heads of {call.layer_name} write vectors of "
+                    f"{output.shape[3]} numbers.",
+                    f"Give a {output.dtype} tensor of shape ({output.shape[3]},) on {output.device}.",
+                )
+            new = self.by.expand(len(output), len(heads), *output.shape[2:])
+        else:
+            outputs = output.clone()  # so that a function that writes to it changes no other head
+            new = torch.stack([self._output_of(call, outputs, head) for head in heads.tolist()], 1)
+        return new, torch.full_like(factors, torch.nan)
+
+    def _output_of(self, call: FollowedCall, outputs: Tensor, head: int) -> Tensor:
+        """Call the function for one head: (batch, queries, value_dim)."""
+        assert not isinstance(self.by, Tensor)
+        own, before = outputs[:, head], None if outputs.is_inference() else outputs._version  # noqa: SLF001 - public in PyTorch
+        found = self.by(own, HeadCall(call.layer_number, call.layer_name, head, outputs, call))
+        if before is not None and outputs._version != before:  # noqa: SLF001
+            raise ArgumentError(
+                f"The function by wrote to an output of L{call.layer_number}.",
+                "Return a new tensor, such as output + vector.",
+            )
+        if not _is_like(found, own, own.shape):
+            raise ArgumentError(
+                f"The function by returned {_description(found)} for L{call.layer_number} H{head}.",
+                f"Return a {own.dtype} tensor of shape {tuple(own.shape)} on {own.device}, as the output is.",
+            )
+        return found
+
+
+def _is_like(given: object, output: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether something is a tensor of a shape, with the dtype and on the device of an output."""
+    return isinstance(given, Tensor) and (given.shape, given.dtype, given.device) == (
+        shape,
+        output.dtype,
+        output.device,
+    )
+
+
+def _description(given: object) -> str:
+    if isinstance(given, Tensor):
+        return f"a {given.dtype} tensor of shape {tuple(given.shape)} on {given.device}"
+    return f"an object of type {type(given).__name__}"
 
 
 def _choose_other_texts(texts: int, seed: int) -> Tensor:
