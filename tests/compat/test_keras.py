@@ -157,3 +157,10 @@ def test_other_weights_than_those_of_keras_are_rejected() -> None:
         from_keras(weights | {"key/kernel": np.zeros((4, 2, 7), dtype=np.float32)})
     with refused(ShapeError, "key/bias has shape (5,). Give 6 numbers."):
         from_keras(weights | {"key/bias": np.zeros(5, dtype=np.float32)})
+
+
+def test_what_is_no_collection_of_weights_is_rejected() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"^weights is None, and must be weights of Keras\. Give layer\.get_weights"
+    ):
+        from_keras(None)  # type: ignore[arg-type]

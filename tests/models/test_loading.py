@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import multihead as mh
@@ -425,6 +425,33 @@ class TestRefusals:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantisation}))
         with pytest.raises(ModelError, match=r"cannot be read: .+\(`pip install optimum`\)\.$"):
             load(str(tmp_path / "bert"))
+
+    @pytest.mark.parametrize(
+        ("added", "finding"),
+        [
+            ("self_attn.q_norm.weight", "has weights of attention that LlamaModel does not read"),
+            ("self_attn.q_proj.bias", "has weights of attention that LlamaModel does not read"),
+            ("self_attn.q_proj.lora_A.weight", "has weights of attention that LlamaModel does not read"),
+            ("self_attn.k_proj.weight", "lacks weights of attention that LlamaModel has"),
+            ("self_attn.rotary_emb.inv_freq", ""),  # a buffer that old versions saved
+        ],
+    )
+    def test_weights_of_attention_that_only_the_files_or_only_the_model_have(
+        self, added: str, finding: str, tmp_path: Path
+    ) -> None:
+        save_word_models(tmp_path)
+        file = tmp_path / "llama" / "model.safetensors"
+        weights, name = load_file(file), f"model.layers.0.{added}"
+        if weights.pop(name, None) is None:
+            weights[name] = torch.ones(4)
+        save_file(weights, file, metadata={"format": "pt"})
+        if not finding:
+            load(str(tmp_path / "llama"))
+            return
+        with pytest.raises(ModelError) as caught:
+            load(str(tmp_path / "llama"))
+        assert f"llama {finding}: " in str(caught.value)
+        assert added in str(caught.value)
 
     def test_a_text_model_without_the_files_of_its_tokenizer(self, tmp_path: Path) -> None:
         save_word_models(tmp_path)

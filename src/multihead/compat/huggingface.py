@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from multihead.compat.projections import copy_to_projections
+from multihead.compat.projections import copy_to_projections, reject_wrapped
 from multihead.errors import ModelError
 from multihead.layer import MultiHeadAttention
 from multihead.layer.qk_norm import QKNorm
@@ -57,6 +57,7 @@ def from_bert(module: nn.Module) -> MultiHeadAttention:
     source: Any = module
     attention, dense = (source.self, source.output.dense) if type(module).__name__ in whole else (source, None)
     query, key = attention.query, attention.key
+    reject_wrapped(query=query, key=key, value=attention.value, dense=dense)
     layer = MultiHeadAttention(
         embed_dim=query.in_features,
         num_heads=attention.num_attention_heads,
@@ -96,6 +97,7 @@ def from_gpt2(module: nn.Module) -> MultiHeadAttention:
     """
     _check_class_name(module, {"GPT2Attention"}, "from_gpt2", "the attention of a GPT-2 layer")
     source: Any = module
+    reject_wrapped(c_attn=source.c_attn, q_attn=getattr(source, "q_attn", None), c_proj=source.c_proj)
     # GPT-2's Conv1D computes x @ weight, with weight (features in, features out).
     weight, bias = source.c_attn.weight.mT, source.c_attn.bias
     if source.is_cross_attention:
@@ -181,6 +183,7 @@ def from_qwen3(module: nn.Module) -> MultiHeadAttention:
 def _convert_with_rotary(source: Any, function: str, qk_norm: QKNorm | None) -> MultiHeadAttention:
     """Convert an attention with a rotary embedding, and perhaps norms of queries and keys, to our layer."""
     projections = (source.q_proj, source.k_proj, source.v_proj, source.o_proj)
+    reject_wrapped(**dict(zip(("q_proj", "k_proj", "v_proj", "o_proj"), projections, strict=True)))
     layer = MultiHeadAttention(
         embed_dim=source.q_proj.in_features,
         num_heads=source.q_proj.out_features // source.head_dim,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from multihead.compat.projections import copy_to_projections
 from multihead.errors import ArgumentError, ShapeError
+from multihead.errors.given import reject_given
 from multihead.layer import MultiHeadAttention
 
 __all__ = ["from_keras"]
@@ -91,6 +92,8 @@ def from_keras(weights: Mapping[str, Any] | Sequence[Any], *, dropout: float = 0
 
 def _arrays_by_name(weights: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
     """Return the arrays by the last two parts of their paths, such as "query/kernel"."""
+    if not isinstance(weights, (Mapping, Sequence)) or isinstance(weights, (str, bytes)):
+        reject_given("weights", weights, "weights of Keras", "Give layer.get_weights().")
     if not isinstance(weights, Mapping):
         arrays = list(weights)
         kinds = {4: ("kernel",), 8: ("kernel", "bias")}.get(len(arrays))

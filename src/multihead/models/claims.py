@@ -28,6 +28,11 @@ _SIZE_PATTERN = re.compile(
     r"hidden_size|d_model|n_embd|head_dim|d_kv|intermediate_size|vocab_size"
 )
 
+# Of the sizes, those of which no model has 0; in a GGUF file a model without attention has 0 heads.
+_POSITIVE_PATTERN = re.compile(
+    r"(?:(?:encoder|decoder|num|n)_)+(?:attention_|key_value_|kv_)?heads?|hidden_size|d_model|n_embd|vocab_size"
+)
+
 
 def check_configured_sizes(model: str, config: Any) -> None:
     """Reject more layers or classes than any model has, and sizes that are no count.
@@ -37,8 +42,8 @@ def check_configured_sizes(model: str, config: Any) -> None:
         config: the configuration, parsed from JSON.
 
     Raises:
-        ModelError: a number is above MAX_LAYERS or MAX_LABELS, or a width or number of layers or heads is negative
-            or no integer.
+        ModelError: a number is above MAX_LAYERS or MAX_LABELS, or a width or number of layers or heads is
+            negative, 0 where no model has 0, or no integer.
     """
     left = [("", config)]
     for name, value in left:  # the body appends the values of nested configurations to this list
@@ -48,7 +53,8 @@ def check_configured_sizes(model: str, config: Any) -> None:
         elif isinstance(value, list):
             left += [(name, each) for each in value]
         elif _SIZE_PATTERN.fullmatch(name) and (
-            isinstance(value, (str, float)) or (isinstance(value, int) and value < 0)
+            isinstance(value, (str, float))
+            or (isinstance(value, int) and value < (_POSITIVE_PATTERN.fullmatch(name) is not None))
         ):
             raise ModelError(
                 f"{model} cannot be read: {name} is {value!r} in its configuration.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -49,6 +49,9 @@ _GENERATING_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"
 _GENERATING_MODEL_NAME = re.compile("ConditionalGeneration|LMHead|MTModel")
 _AUTO_CLASSES: tuple[str, ...] = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 _HOW_TO_SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
+_ATTENTION_NAME = re.compile("attn|attention", re.IGNORECASE)  # in the name of a module
+# buffers of attention that old versions of transformers saved
+_SAVED_BUFFERS = {"bias", "masked_bias", "inv_freq", "position_ids", "relative_position_index", "causal_mask", "mask"}
 # largest number of missing weights that an error names; BERT's output head for masked tokens has six
 _MAX_LISTED_MISSING_WEIGHTS = 6
 
@@ -588,11 +591,21 @@ def _load_weights(described: ModelDescription, dtype: str, head: OutputHead | No
         )
     choice = dtype if dtype == "auto" else getattr(torch, dtype)
     options = {"config": deepcopy(config), "dtype": choice, "trust_remote_code": False, "output_loading_info": True}
+    options["ignore_mismatched_sizes"] = True  # else transformers refers to a table that it prints
     with _explain_reading(described.found_model, described.pretrained_arguments):
         auto_class = getattr(_import_transformers(), fitting[0])
         network, report = auto_class.from_pretrained(**described.pretrained_arguments, **options)
         if described.gguf_header is not None:
             reject_unread_tensors(network, described.gguf_header)
+    if report["mismatched_keys"]:
+        name, saved, built = min(report["mismatched_keys"])
+        raise ModelError(
+            f"{described.name} cannot be read: {name} has shape {tuple(saved)} in its file, and {tuple(built)} by its "
+            "configuration.",
+            "Give the configuration that was saved with the weights."
+            if described.gguf_header is None
+            else "Download or convert it again.",
+        )
     # weights that are tied to others are not among the missing keys
     if head is not None and report["missing_keys"]:
         missing = join_first(sorted(report["missing_keys"]), _MAX_LISTED_MISSING_WEIGHTS)
@@ -600,7 +613,40 @@ def _load_weights(described: ModelDescription, dtype: str, head: OutputHead | No
             f"{described.title} was saved without weights of {type(network).__name__}: {missing}.",
             "Give a model that was saved with its head; in Python, leave out head to load this one without it.",
         )
+    _check_weights_of_attention(described, network, report)
     return network
+
+
+def _check_weights_of_attention(described: ModelDescription, network: Any, report: Mapping[str, Any]) -> None:
+    """Reject weights of attention that only the files have, which nobody reads, or only the model, which are random.
+
+    Raises:
+        ModelError: there are such weights; the error names the first ones.
+    """
+    modules, parameters = dict(network.named_modules()), dict(network.named_parameters())
+
+    def is_dropped(name: str) -> bool:
+        owner, leaf = name.rpartition(".")[::2]
+        while owner and owner not in modules:
+            owner, _, below = owner.rpartition(".")
+            leaf = f"{below}.{leaf}"
+        buffer = leaf in _SAVED_BUFFERS and not hasattr(modules[owner], "weight")
+        return _ATTENTION_NAME.search(owner) is not None and not buffer
+
+    prefix = f"{network.base_model_prefix}."
+    random = sorted(name for name in report["missing_keys"] if name in parameters and _ATTENTION_NAME.search(name))
+    dropped = sorted(
+        name for name in report["unexpected_keys"] if is_dropped(name) or is_dropped(name.removeprefix(prefix))
+    )
+    again = "Download it again; or load it with the class that saved it, and give the loaded model and tokenizer=."
+    elsewhere = "Load it with the class that saved it, and give the loaded model and tokenizer=."
+    for names, finding, mend in (
+        (random, "lacks weights of attention that {} has", again),
+        (dropped, "has weights of attention that {} does not read", elsewhere),
+    ):
+        if names:
+            listed = join_first(names, _MAX_LISTED_MISSING_WEIGHTS)
+            raise ModelError(f"{described.title} {finding.format(type(network).__name__)}: {listed}.", mend)
 
 
 @contextmanager
@@ -630,6 +676,8 @@ def _explain_reading(found: FoundModel, source: dict[str, str]) -> Iterator[None
         if found.file is not None or isinstance(error, ValueError):
             lines = message.strip().splitlines()
             reason, mend = lines[0].rstrip(".") if lines else type(error).__name__, _HOW_TO_SAVE_AGAIN
+            if reason.endswith(":") and lines[1:]:  # as errors of transformers' configurations do
+                reason = f"{reason} {lines[1].strip().rstrip('.')}"
             cause = None if found.file is None else explain_weights(found.file.parent)
             if cause is not None:
                 reason, mend = cause

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 from multihead import MultiHeadAttention
+from multihead.compat.huggingface import from_bert, from_gpt2, from_llama
 from multihead.compat.torch_nn import MultiheadAttention, from_torch, to_torch
 from multihead.errors import ArgumentError
 from multihead.layer.qk_norm import QKNorm
@@ -97,12 +100,52 @@ def test_an_explicit_default_scale_is_accepted() -> None:
     assert to_torch(MultiHeadAttention(12, 3, scale=0.5)).embed_dim == 12
 
 
-def test_a_projection_that_is_not_a_linear_is_rejected() -> None:
-    layer = MultiHeadAttention(12, 3)
-    layer.q_proj = nn.Sequential(layer.q_proj)  # type: ignore[assignment]
-    sentence = (
-        "The layer's q_proj is a Sequential, not an nn.Linear. "
+SMALL = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 8, "vocab_size": 5}
+BERT, LLAMA = hf.BertConfig(**SMALL), hf.LlamaConfig(**SMALL)
+GPT2 = hf.GPT2Config(vocab_size=5, n_embd=12, n_head=3, n_layer=1)
+
+
+def adapted(target: str, model: nn.Module) -> nn.Module:
+    """Add a LoRA adapter to the linear layers of a name, as PEFT does."""
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=[target]))  # type: ignore[arg-type]
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT, about a model without a configuration
+@pytest.mark.parametrize(
+    ("convert", "model", "target"),
+    [
+        (lambda model: to_torch(model[0]), nn.Sequential(MultiHeadAttention(12, 3)), "q_proj"),
+        (lambda model: from_torch(model[0]), nn.Sequential(nn.MultiheadAttention(12, 3)), "out_proj"),
+        (lambda model: from_bert(model.encoder.layer[0].attention), hf.BertModel(BERT), "value"),
+        (lambda model: from_gpt2(model.h[0].attn), hf.GPT2Model(GPT2), "c_attn"),
+        (lambda model: from_llama(model.layers[0].self_attn), hf.LlamaModel(LLAMA), "o_proj"),
+    ],
+)
+def test_a_projection_with_an_adapter_is_rejected(convert: Any, model: nn.Module, target: str) -> None:
+    convert(model)
+    with pytest.raises(ArgumentError) as caught:
+        convert(adapted(target, model))
+    assert str(caught.value) == (
+        f"The layer's {target} is a peft.tuners.lora.layer.Linear, not an nn.Linear. "
         "Merge its wrapper (an adapter, a quantisation) into an nn.Linear first."
     )
-    with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
-        to_torch(layer)
+
+
+def test_a_projection_whose_weight_is_computed_is_converted() -> None:
+    original = nn.MultiheadAttention(12, 3, batch_first=True)
+    nn.utils.parametrizations.weight_norm(original.out_proj)
+    x = torch.randn(2, 5, 12)
+    torch.testing.assert_close(from_torch(original)(x), original(x, x, x)[0], atol=1e-6, rtol=1e-5)
+
+
+def test_a_subclass_of_pytorchs_layer_is_rejected() -> None:
+    class Doubled(nn.MultiheadAttention):
+        def forward(self, *inputs: Any, **options: Any) -> Any:
+            output, weights = super().forward(*inputs, **options)
+            return 2 * output, weights
+
+    with pytest.raises(
+        ArgumentError, match=r"^module is a module \(Doubled\), and must be an nn\.MultiheadAttention\. "
+    ):
+        from_torch(Doubled(12, 3))

@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from multihead.compat.projections import reject_wrapped
+from multihead.compat.torch_nn.replace import can_replace
 from multihead.errors import ArgumentError
 from multihead.errors.given import reject_given
 from multihead.layer import MultiHeadAttention
@@ -30,7 +32,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     >>> torch.allclose(from_torch(original)(x), original(x, x, x)[0], atol=1e-6)
     True
     """
-    if not isinstance(module, nn.MultiheadAttention):
+    if not can_replace(module):  # a subclass may compute something else
         reject_given(
             "module",
             module,
@@ -38,6 +40,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
             "Give such a layer; multihead.compat.torch_nn.replace(model) takes a model with many of them.",
         )
     out = module.out_proj
+    reject_wrapped(out_proj=out)
     layer = MultiHeadAttention(
         module.embed_dim,
         module.num_heads,
@@ -161,9 +164,4 @@ def _check_convertible(layer: MultiHeadAttention) -> None:
                 f"The layer {difference}, which nn.MultiheadAttention does not support.",
                 f"Convert a layer with {remedy}.",
             )
-    for name in (*_PROJECTIONS, "out_proj"):
-        if type(layer.get_submodule(name)) is not nn.Linear:
-            raise ArgumentError(
-                f"The layer's {name} is a {type(layer.get_submodule(name)).__name__}, not an nn.Linear.",
-                "Merge its wrapper (an adapter, a quantisation) into an nn.Linear first.",
-            )
+    reject_wrapped(**{name: layer.get_submodule(name) for name in (*_PROJECTIONS, "out_proj")})
