@@ -655,19 +655,20 @@ class Split(NamedTuple):
     window: bool = False
     equal: bool = False
     groups: tuple[Group, ...] = ("queries", "keys", "built in")
+    keeps: tuple[str, ...] = ("cpu",)
 
     def mask(self, case: Case) -> masks.Mask:
         return case.near() if self.window else CAUSAL
 
 
 RANKS: dict[str, Split] = {
-    "ring": Split("ring", "contiguous", groups=GROUPS),
+    "ring": Split("ring", "contiguous", groups=GROUPS, keeps=("cpu", "summary")),
     "ring, balanced": Split("ring", "balanced"),
     "ring, window": Split("ring", "contiguous", window=True),
     "ring, equal tokens": Split("ring", "balanced", equal=True, groups=("kernel",)),
     "gather": Split("gather", "contiguous"),
     "ulysses": Split("ulysses", "balanced"),
-    "heads": Split("heads", groups=GROUPS),
+    "heads": Split("heads", groups=GROUPS, keeps=("cpu", "summary")),
 }
 
 
@@ -839,7 +840,7 @@ def judged_by_ranks(
     case = replace(case, equal=split.equal)
     texts = [Reader(case).exact(case.text(index), split.mask(case)) for index in (0, 1)]
     for rows in groups or split.groups:
-        for keep in ("cpu", "summary"):
+        for keep in split.keeps:
             reads: dict[str, Any] = {}
             record = _attempt(lambda keep=keep, rows=rows: _observed_by_a_rank(group, case, name, rows, keep))
             reads[keep] = record
