@@ -18,7 +18,7 @@ kinds follow in the order of their share.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -209,15 +209,21 @@ class Kind:
         return _in_language(own or default, lang).format(**values, **names)
 
 
-def check_kinds(kinds: Sequence[object]) -> None:
-    """Reject objects that are not a Kind, and two kinds with one name."""
-    names: set[str] = {MIXED.name}
-    for kind in kinds:
+def check_kinds(kinds: object, among: Sequence[Kind]) -> tuple[Kind, ...]:
+    """Return kinds that a user gave; reject what is no Kind, and two kinds with one name, those in `among` included."""
+    if isinstance(kinds, (str, bytes, Kind)) or not isinstance(kinds, Iterable):
+        reject_given(
+            "kinds", kinds, "a list of kinds of heads", "Give values of multihead.kinds.Kind, or leave it out."
+        )
+    given = tuple(kinds)
+    names = {MIXED.name, *(kind.name for kind in among)}
+    for kind in given:
         if not isinstance(kind, Kind):
             raise ArgumentError(f"{kind!r} is not a kind of head.", "Give values of multihead.kinds.Kind.")
         if kind.name in names:
             raise ArgumentError(f"Two kinds are called {kind.name}.", "Give one of them another name.")
         names.add(kind.name)
+    return given
 
 
 def another_probe_error(kind: Kind) -> ArgumentError:

@@ -338,6 +338,29 @@ def test_layers_to_observe_are_indices_or_names(layers: Any, held: str) -> None:
     assert str(refusal.value) == f'layers holds {held}. Give indices from 0, or names such as "layer.3".'
 
 
+@pytest.mark.parametrize(("kinds", "held"), [(None, "None"), (3, "a value of type int"), ("local", "a string")])
+def test_kinds_of_heads_are_a_list_of_them(kinds: Any, held: str) -> None:
+    message = (
+        f"kinds is {held}, and must be a list of kinds of heads. Give values of multihead.kinds.Kind, or leave it out."
+    )
+    for call in (
+        lambda: mh.observe(LAYER, kinds=kinds).__enter__(),
+        lambda: mh.look("no model", "a text", kinds=kinds),
+        lambda: mh.census("no model", "no texts", out="none", kinds=kinds),
+    ):
+        with pytest.raises(ArgumentError) as refusal:
+            call()
+        assert str(refusal.value) == message
+
+
+def test_a_statistic_has_a_name() -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        mh.Record().statistic(["entropy"])  # type: ignore[arg-type]
+    assert str(refusal.value) == (
+        'name is a list of 1 text, and must be the name of a statistic. Give one, such as "entropy".'
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "mend"),
     [

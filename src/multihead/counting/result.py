@@ -295,7 +295,7 @@ class Census:
             ArgumentError: an argument is not a `Kind`, two kinds have the same name, or the census counted another
                 statistic under the name of a kind's probe.
         """
-        check_kinds((*self.all_kinds, *kinds))
+        check_kinds(kinds, self.all_kinds)
         counted = {each["name"]: each.get("function") for each in self.plan.probes}
         for kind in kinds:
             known = counted.get(kind.statistic)

@@ -113,7 +113,7 @@ def census(
     _check_options(workers, threads, shard, share, examples, batch_tokens)
     names = _file_names(texts)
     check_path("out", out)
-    check_kinds((*KINDS, *kinds))
+    kinds = check_kinds(kinds, KINDS)
     wanted = census_probes(probes)
     if kinds:
         wanted = census_probes((*wanted, *probes_of(kinds)))

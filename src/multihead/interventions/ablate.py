@@ -98,7 +98,7 @@ def ablate(
     """
     keys = resolve_heads(model, heads)
     given = isinstance(by, Tensor) or callable(by)
-    if not given and by not in ("zero", "mean", "resample"):
+    if not given and (not isinstance(by, str) or by not in ("zero", "mean", "resample")):
         raise ArgumentError(
             f"by is {by!r}.", 'Give "zero", "mean", "resample", a vector, or a function of the output of a head.'
         )

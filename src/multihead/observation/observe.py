@@ -13,7 +13,7 @@ from multihead.errors import ArgumentError, ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.errors.given import check_ids, check_module, check_tokenizer
 from multihead.kernels.call import listen
-from multihead.kinds import Kind, probes_of
+from multihead.kinds import KINDS, Kind, check_kinds, probes_of
 from multihead.models import huggingface
 from multihead.models.alignment import alignment_heads
 from multihead.models.packed import run_models_padded
@@ -94,6 +94,7 @@ def observe(
         special_ids = tuple(tokenizer.all_special_ids)
     root = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
     record = Record(title=type(root).__name__)
+    kinds = check_kinds(kinds, KINDS)
     record.add_kinds(*kinds)
     asked = DEFAULT if probes is None else resolve_probes(probes)
     chosen = resolve_probes((*asked, *probes_of(kinds)))
@@ -141,7 +142,7 @@ def observe(
 
 
 def _check_options(keep: object, map_size: object, map_pool: object, probes: Sequence[Probe]) -> None:
-    if keep not in ("cpu", "device", "statistics", "summary"):
+    if not isinstance(keep, str) or keep not in ("cpu", "device", "statistics", "summary"):
         raise ArgumentError(f"keep is {keep!r}.", 'Give "cpu", "device", "statistics" or "summary".')
     if map_pool not in ("mean", "max"):
         raise ArgumentError(f"map_pool is {map_pool!r}.", 'Give "mean" or "max".')

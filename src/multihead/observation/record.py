@@ -322,7 +322,7 @@ class Record:
             ArgumentError: an argument is not a Kind, two kinds have the same name, or the record has another statistic
                 under the name of a kind's probe.
         """
-        check_kinds((*self.all_kinds, *kinds))
+        check_kinds(kinds, self.all_kinds)
         for kind in kinds:
             measured = self.statistics.get(kind.statistic)
             if isinstance(measured, Probe) and measured != kind.probe:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from multihead.errors import ProbeError
+from multihead.errors.given import reject_given
 from multihead.kernels.parts import PART_FAMILIES, PartName, check_part
 from multihead.probes.probe import SHARE_FORMAT, PartValues, Probe, Statistic
 
@@ -244,6 +245,8 @@ def statistic(name: str, custom: Mapping[str, Statistic] | None = None) -> Stati
     >>> statistic("entropy").heading, statistic("late_mass").heading
     ('entropy (nats)', 'late mass')
     """
+    if not isinstance(name, str):
+        reject_given("name", name, "the name of a statistic", 'Give one, such as "entropy".')
     return _STATISTICS_BY_NAME.get(name) or (custom or {}).get(name) or Statistic(name)
 
 

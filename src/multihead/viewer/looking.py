@@ -142,7 +142,7 @@ def look(
     check_text(text)
     if decoder_text is not None:
         check_text(decoder_text, "decoder_text")
-    check_kinds((*KINDS, *kinds))
+    kinds = check_kinds(kinds, KINDS)
     check_path("out", out)
     if tokens is not None:
         check_integer("tokens", tokens)
