@@ -9,6 +9,9 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Commands print in the language of the locale, and their tests expect English.
 os.environ["LC_ALL"] = "C.UTF-8"
+# GNU readline, which pytest imports, sets them for the processes of pytest-xdist: output would be cut to a terminal.
+os.environ.pop("COLUMNS", None)
+os.environ.pop("LINES", None)
 # Read once, when torch is imported: an OpenMP thread that waits does not spin on a core that another process needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -180,7 +180,7 @@ def views(page: Page, address: str, record: Record) -> None:
 
 def heads(record: Record) -> tuple[tuple[int, int], tuple[int, int]]:
     """Choose the head to show, and the one to compare with it."""
-    if record.title == LANGUAGE and {16, 17} <= {layer.number for layer in record.layers}:
+    if record.title.startswith("SmolLM2") and {16, 17} <= {layer.number for layer in record.layers}:
         return (17, 4), (16, 0)  # its best-known heads: induction, and the previous token
     rows = record.table().rows
     first, second = (max(rows, key=lambda row: float(row[name])) for name in ("next_mass", "previous_mass"))

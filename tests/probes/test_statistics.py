@@ -38,7 +38,12 @@ from tests.native_runs import native_runs
 from tests.probes.definitions import Known, every, largest_of_blocks
 
 COMMAS = (3, 5)
-MADE = (offset_mass(-5), offset_mass(3), first_keys_mass(4), tokens_mass("commas", COMMAS), tokens_mass("given"))
+MADE = (
+    *map(offset_mass, (-5, -2, 3)),
+    first_keys_mass(4),
+    tokens_mass("commas", COMMAS),
+    tokens_mass("given"),
+)
 EVERY: tuple[str | Probe, ...] = (*PROBES, *MADE)
 
 

@@ -23,7 +23,7 @@ Examples:
   multihead doctor
   MULTIHEAD_CPU=avx2 multihead doctor   with another instruction set
   OMP_NUM_THREADS=1 multihead doctor
-  multihead doctor --gpu                checks each kernel on your GPU; minutes, because kernels are compiled
+  multihead doctor --gpu                checks each kernel on your GPU
 """
 
 
