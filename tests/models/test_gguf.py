@@ -14,7 +14,7 @@ import transformers as hf
 from torch import Tensor
 
 from multihead.errors import ModelError
-from multihead.models.loading import load
+from multihead.models.loading import encode, load
 from tests.gguf_file import saved
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -375,6 +375,18 @@ def test_a_tensor_of_attention_that_nobody_reads_is_refused(tmp_path: Path) -> N
     assert str(caught.value) == (
         "model.gguf cannot be read: LlamaModel has no parameter for its tensor blk.0.attn_q_norm.weight and 1 more. "
         "Give the model as a folder that model.save_pretrained wrote."
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers about the ids of special tokens
+def test_a_file_without_a_vocabulary_that_can_be_read_is_named(tmp_path: Path) -> None:
+    written(CASES["linear"], tmp_path / "model.gguf")  # of the 256 bytes it has 64
+    loaded = load(str(tmp_path / "model.gguf"))
+    with pytest.raises(ModelError) as caught:
+        encode(loaded, "the key")
+    assert str(caught.value) == (
+        f"{tmp_path / 'model.gguf'} has no vocabulary that transformers can read. "
+        "Convert the model again; or in Python, give the loaded model and tokenizer=."
     )
 
 

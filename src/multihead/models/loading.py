@@ -461,6 +461,11 @@ def no_tokenizer_error(loaded: DescribedModel) -> ModelError:
     pointer = None if folder is None else explain_pointers(folder.parent)
     if pointer is not None:
         return ModelError(f"{loaded.name} cannot be read: {pointer[0]}.", pointer[1])
+    if loaded.name.endswith(".gguf"):
+        return ModelError(
+            f"{loaded.name} has no vocabulary that transformers can read.",
+            "Convert the model again; or in Python, give the loaded model and tokenizer=.",
+        )
     return ModelError(
         f"{loaded.name} has no tokenizer files, or files that transformers cannot read.",
         "Save them there with tokenizer.save_pretrained(folder); or in Python, give the loaded model and tokenizer=.",
