@@ -64,16 +64,10 @@ def measure_repeated(
 
     Source: prefix matching on repeated random tokens, arXiv:2209.11895; duplicate token heads, arXiv:2211.00593.
 
-    >>> import multihead as mh
-    >>> class Reader(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.embed, self.attention = nn.Embedding(99, 8), mh.MultiHeadAttention(8, num_heads=2)
-    ...
-    ...     def forward(self, input_ids):
-    ...         return self.attention(self.embed(input_ids), mask=mh.masks.Causal())
-    >>> measured = measure_repeated(Reader(), range(99), length=16)
-    >>> measured["attention"].shares["repeated_induction"].shape  # (texts, heads)
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = GPT2Model(GPT2Config(vocab_size=99, n_embd=8, n_layer=1, n_head=2)).eval()
+    >>> measured = measure_repeated(model, range(99), length=16)
+    >>> measured["h.0.attn"].shares["repeated_induction"].shape  # (texts, heads)
     torch.Size([8, 2])
     """
     ids = repeated_tokens(words, start=start, length=length, times=times, draws=draws, seed=seed)
@@ -122,15 +116,8 @@ def add_repeated(record: Record, measured: Mapping[str, RepeatedTokens]) -> None
         record: the record.
         measured: the result of `measure_repeated`; layers that the record does not have are ignored.
 
-    >>> import multihead as mh
-    >>> class Reader(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.embed, self.attention = nn.Embedding(99, 8), mh.MultiHeadAttention(8, num_heads=2)
-    ...
-    ...     def forward(self, input_ids):
-    ...         return self.attention(self.embed(input_ids), mask=mh.masks.Causal())
-    >>> model = Reader()
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = GPT2Model(GPT2Config(vocab_size=99, n_embd=8, n_layer=1, n_head=2)).eval()
     >>> with torch.no_grad(), observe(model) as seen:
     ...     y = model(torch.arange(20)[None])
     >>> add_repeated(seen, measure_repeated(model, range(99), length=16))
