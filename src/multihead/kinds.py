@@ -28,7 +28,16 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.errors.given import reject_given
 from multihead.kernels.parts import PartName
-from multihead.probes.catalogue import PROBES, SEPARATOR_STATISTIC
+from multihead.probes.catalogue import (
+    DUPLICATE_MASS,
+    ENTROPY,
+    FIRST_MASS,
+    INDUCTION_MASS,
+    NEXT_MASS,
+    PREVIOUS_MASS,
+    SELF_MASS,
+    SEPARATOR_STATISTIC,
+)
 from multihead.probes.probe import MIN_SHARE_WITHOUT_DECIMAL, SHARE_FORMAT, PartValues, Probe, Statistic
 
 __all__ = ["KINDS", "Kind"]
@@ -300,7 +309,7 @@ NEAR_MASS = Probe(
 KINDS: tuple[Kind, ...] = (
     Kind(
         "previous",
-        PROBES["previous_mass"],
+        PREVIOUS_MASS,
         self_attention_only=True,
         hides=("local",),
         finding=20,
@@ -322,7 +331,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "next",
-        PROBES["next_mass"],
+        NEXT_MASS,
         self_attention_only=True,
         hides=("local",),
         finding=30,
@@ -344,7 +353,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "self",
-        PROBES["self_mass"],
+        SELF_MASS,
         self_attention_only=True,
         hides=("local",),
         finding=60,
@@ -366,7 +375,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "first",
-        PROBES["first_mass"],
+        FIRST_MASS,
         # Weight on the first token makes the mean distance large, whatever the weights on other tokens are.
         hides=("distance",),
         finding=40,
@@ -409,7 +418,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "duplicate",
-        PROBES["duplicate_mass"],
+        DUPLICATE_MASS,
         self_attention_only=True,
         finding=80,
         labels={"en": "duplicate", "zh": "重复"},
@@ -430,7 +439,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "induction",
-        PROBES["induction_mass"],
+        INDUCTION_MASS,
         self_attention_only=True,
         finding=70,
         labels={"en": "induction", "zh": "归纳"},
@@ -471,7 +480,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "broad",
-        PROBES["entropy"],
+        ENTROPY,
         above_chance=None,
         of_largest=0.85,
         rank=4,
@@ -486,7 +495,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "repeated_induction",
-        PROBES["induction_mass"],
+        INDUCTION_MASS,
         texts="repeats",
         rank=0,
         finding=10,
@@ -508,7 +517,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "repeated_duplicate",
-        PROBES["duplicate_mass"],
+        DUPLICATE_MASS,
         texts="repeats",
         rank=1,
         finding=50,
@@ -530,7 +539,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "repeated_previous",
-        PROBES["previous_mass"],
+        PREVIOUS_MASS,
         texts="repeats",
         rank=5,
         finding=110,
@@ -552,7 +561,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "repeated_first",
-        PROBES["first_mass"],
+        FIRST_MASS,
         texts="repeats",
         rank=6,
         finding=120,

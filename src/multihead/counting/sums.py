@@ -25,11 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from multihead.counting.batches import CurrentBatch, TextBatch
-from multihead.probes.catalogue import PROBES
+from multihead.probes.catalogue import LARGEST_KEY
 from multihead.record.running_summary import QuantileSketch, RunningSummary, value_of_bin
 from multihead.record.summaries import MeasuredStatistic
-
-LARGEST_KEY = PROBES["largest_key"]
 
 TOKENS_BEFORE, TOKENS_AFTER = 24, 8
 """Numbers of tokens before and after the query of an example that are stored with the example."""

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from multihead.counting.batches import CurrentBatch, TextBatch
-from multihead.counting.sums import LARGEST_KEY, LayerSums
+from multihead.counting.sums import LayerSums
 from multihead.errors import ModelError, ProbeError
 from multihead.kernels.call import listen
 from multihead.kernels.choose import drop_plans_at_end
@@ -40,7 +40,7 @@ from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
 from multihead.observation.recorder import Recorder
-from multihead.probes.catalogue import DEFAULT
+from multihead.probes.catalogue import DEFAULT, LARGEST_KEY
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
 

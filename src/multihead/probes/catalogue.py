@@ -43,7 +43,6 @@ def _coverage_of_parts(parts: PartValues) -> Tensor:
     return parts["received"].clamp(max=1)
 
 
-_NAMES_BY_OFFSET = {0: "self_mass", -1: "previous_mass", 1: "next_mass"}
 _OFFSET_SOURCES = {-1: "arXiv:1905.09418, 2209.11895", 1: "arXiv:1906.04341, section 3.1"}
 
 
@@ -55,7 +54,7 @@ def _offset_mass_probe(offset: int, name: str, label: str, short_label: str = ""
         label=label,
         short_label=short_label,
         source=_OFFSET_SOURCES.get(offset, ""),
-        default=offset in _NAMES_BY_OFFSET,
+        default=abs(offset) <= 1,
         about=f"p_ij at {places.get(offset, f'position_i {offset:+d}')}",
         counted=f"offset {offset:+d}" if offset else "all",
     )
@@ -86,131 +85,152 @@ def _token_set_mass_probe(name: str, tokens: frozenset[int] | None = None) -> Pr
     )
 
 
+ENTROPY = _probe_of_single_part(
+    "entropy",
+    unit="nats",
+    number_format=".2f",
+    source="Shannon",
+    default=True,
+    about="H_i = -Σ_j p_ij ln p_ij; 0 is one key, ln(keys) all of them evenly; the weight of a sink is left out",
+)
+EFFECTIVE_KEYS = Probe(
+    "effective_keys",
+    _effective_keys,
+    {"entropy"},
+    short_label="eff. keys",
+    number_format=".1f",
+    source="perplexity",
+    default=True,
+    about="exp(H_i): over how many keys a query spreads, as if evenly",
+)
+MEAN_DISTANCE = _probe_of_single_part(
+    "mean_distance",
+    label="distance",
+    short_label="dist.",
+    unit="tokens",
+    number_format=".1f",
+    source="arXiv:2010.11929, in one dimension",
+    default=True,
+    about="Σ_j p_ij |position_i - j| / Σ_j p_ij",
+)
+DISTANCE_SPREAD = _probe_of_single_part(
+    "distance_spread",
+    label="spread",
+    unit="tokens",
+    number_format=".1f",
+    default=True,
+    about="the standard deviation of that distance; 0 is all weight at one distance",
+)
+SELF_MASS = _offset_mass_probe(0, "self_mass", "self")
+PREVIOUS_MASS = _offset_mass_probe(-1, "previous_mass", "previous", "prev.")
+NEXT_MASS = _offset_mass_probe(1, "next_mass", "next")
+FIRST_MASS = _first_keys_mass_probe(1, "first_mass", "first")
+SPECIAL_MASS = _token_set_mass_probe("special")
+LARGEST_WEIGHT = _share_probe(
+    "largest_weight",
+    label="largest",
+    short_label="max",
+    source='"confidence", arXiv:1905.09418',
+    default=True,
+    about="max_j p_ij",
+)
+LARGEST_KEY = _probe_of_single_part(
+    "largest_key",
+    number_format=".0f",
+    default=True,
+    about="the index of the first key that has it; -1 where a query sees no key",
+    chance=False,
+)
+SINK_MASS = _share_probe(
+    "sink_mass",
+    label="learned sink",
+    short_label="sink",
+    source="GPT-OSS, arXiv:2508.10925",
+    default=True,
+    about="exp(sink - L_i) = 1 - Σ_j p_ij: the weight that a learned sink takes from the keys",
+    chance=False,
+)
+LARGEST_SCORE = Probe(
+    "largest_score",
+    _largest_score,
+    {"logsumexp", "largest_weight"},
+    number_format=".1f",
+    source="QK-clip, arXiv:2507.20534",
+    about="max_j s_ij = L_i + ln max_j p_ij: the largest score before the softmax",
+    chance=False,
+)
+DUPLICATE_MASS = _share_probe(
+    "duplicate_mass",
+    label="duplicate",
+    source="arXiv:2211.00593",
+    about="Σ p_ij over earlier keys that are the query's own token",
+    counted="repeated",
+)
+INDUCTION_MASS = _share_probe(
+    "induction_mass",
+    label="induction",
+    source="prefix matching, arXiv:2209.11895",
+    about="Σ p_ij over the keys right after those",
+    counted="repeated",
+)
+CONTRIBUTION = _probe_of_single_part(
+    "contribution",
+    source="arXiv:2004.10102",
+    about="Σ_j p_ij ‖W_O^h v_j‖: what the keys contribute before it cancels, in units of the layer's output",
+    chance=False,
+)
+OUTPUT_NORM = _probe_of_single_part(
+    "output_norm",
+    source="arXiv:2004.10102",
+    about="‖Σ_j p_ij W_O^h v_j‖: the norm of what a head adds to the layer's output; at most the contribution",
+    chance=False,
+)
+RECEIVED = _probe_of_single_part(
+    "received",
+    unit="queries",
+    source="column sums",
+    about="Σ_i p_ij; 1 is as much as one query has to give",
+    chance=False,
+)
+COVERAGE = Probe(
+    "coverage",
+    _coverage_of_parts,
+    {"received"},
+    number_format=SHARE_FORMAT,
+    source="arXiv:1609.08144, equation 14",
+    about="min(1, Σ_i p_ij): whether a key was attended to at all",
+    chance=False,
+)
+POOLED_MAP = _share_probe(
+    "pooled_map",
+    label="map",
+    about="the mean of each block over its visible cells, or the largest weight; NaN where no cell is visible",
+    chance=False,
+)
+
 # The order is that of tables and of the documentation. Default statistics cost next to nothing: the native kernel
 # measures them in one pass, and the mass of the learned sink follows from the logsumexp.
 _BUILT_IN_PROBES = (
-    _probe_of_single_part(
-        "entropy",
-        unit="nats",
-        number_format=".2f",
-        source="Shannon",
-        default=True,
-        about="H_i = -Σ_j p_ij ln p_ij; 0 is one key, ln(keys) all of them evenly; the weight of a sink is left out",
-    ),
-    Probe(
-        "effective_keys",
-        _effective_keys,
-        {"entropy"},
-        short_label="eff. keys",
-        number_format=".1f",
-        source="perplexity",
-        default=True,
-        about="exp(H_i): over how many keys a query spreads, as if evenly",
-    ),
-    _probe_of_single_part(
-        "mean_distance",
-        label="distance",
-        short_label="dist.",
-        unit="tokens",
-        number_format=".1f",
-        source="arXiv:2010.11929, in one dimension",
-        default=True,
-        about="Σ_j p_ij |position_i - j| / Σ_j p_ij",
-    ),
-    _probe_of_single_part(
-        "distance_spread",
-        label="spread",
-        unit="tokens",
-        number_format=".1f",
-        default=True,
-        about="the standard deviation of that distance; 0 is all weight at one distance",
-    ),
-    _offset_mass_probe(0, "self_mass", "self"),
-    _offset_mass_probe(-1, "previous_mass", "previous", "prev."),
-    _offset_mass_probe(1, "next_mass", "next"),
-    _first_keys_mass_probe(1, "first_mass", "first"),
-    _token_set_mass_probe("special"),
-    _share_probe(
-        "largest_weight",
-        label="largest",
-        short_label="max",
-        source='"confidence", arXiv:1905.09418',
-        default=True,
-        about="max_j p_ij",
-    ),
-    _probe_of_single_part(
-        "largest_key",
-        number_format=".0f",
-        default=True,
-        about="the index of the first key that has it; -1 where a query sees no key",
-        chance=False,
-    ),
-    _share_probe(
-        "sink_mass",
-        label="learned sink",
-        short_label="sink",
-        source="GPT-OSS, arXiv:2508.10925",
-        default=True,
-        about="exp(sink - L_i) = 1 - Σ_j p_ij: the weight that a learned sink takes from the keys",
-        chance=False,
-    ),
-    Probe(
-        "largest_score",
-        _largest_score,
-        {"logsumexp", "largest_weight"},
-        number_format=".1f",
-        source="QK-clip, arXiv:2507.20534",
-        about="max_j s_ij = L_i + ln max_j p_ij: the largest score before the softmax",
-        chance=False,
-    ),
-    _share_probe(
-        "duplicate_mass",
-        label="duplicate",
-        source="arXiv:2211.00593",
-        about="Σ p_ij over earlier keys that are the query's own token",
-        counted="repeated",
-    ),
-    _share_probe(
-        "induction_mass",
-        label="induction",
-        source="prefix matching, arXiv:2209.11895",
-        about="Σ p_ij over the keys right after those",
-        counted="repeated",
-    ),
-    _probe_of_single_part(
-        "contribution",
-        source="arXiv:2004.10102",
-        about="Σ_j p_ij ‖W_O^h v_j‖: what the keys contribute before it cancels, in units of the layer's output",
-        chance=False,
-    ),
-    _probe_of_single_part(
-        "output_norm",
-        source="arXiv:2004.10102",
-        about="‖Σ_j p_ij W_O^h v_j‖: the norm of what a head adds to the layer's output; at most the contribution",
-        chance=False,
-    ),
-    _probe_of_single_part(
-        "received",
-        unit="queries",
-        source="column sums",
-        about="Σ_i p_ij; 1 is as much as one query has to give",
-        chance=False,
-    ),
-    Probe(
-        "coverage",
-        _coverage_of_parts,
-        {"received"},
-        number_format=SHARE_FORMAT,
-        source="arXiv:1609.08144, equation 14",
-        about="min(1, Σ_i p_ij): whether a key was attended to at all",
-        chance=False,
-    ),
-    _share_probe(
-        "pooled_map",
-        label="map",
-        about="the mean of each block over its visible cells, or the largest weight; NaN where no cell is visible",
-        chance=False,
-    ),
+    ENTROPY,
+    EFFECTIVE_KEYS,
+    MEAN_DISTANCE,
+    DISTANCE_SPREAD,
+    SELF_MASS,
+    PREVIOUS_MASS,
+    NEXT_MASS,
+    FIRST_MASS,
+    SPECIAL_MASS,
+    LARGEST_WEIGHT,
+    LARGEST_KEY,
+    SINK_MASS,
+    LARGEST_SCORE,
+    DUPLICATE_MASS,
+    INDUCTION_MASS,
+    CONTRIBUTION,
+    OUTPUT_NORM,
+    RECEIVED,
+    COVERAGE,
+    POOLED_MAP,
 )
 PROBES: dict[str, Probe] = {probe.name: probe for probe in _BUILT_IN_PROBES}
 """The built-in probes by name."""
@@ -265,9 +285,8 @@ def offset_mass(offset: int) -> Probe:
     """
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise ProbeError(f"offset_mass was given {offset!r}.", "Give an integer: -1 is the key before the query.")
-    if offset in _NAMES_BY_OFFSET:
-        return PROBES[_NAMES_BY_OFFSET[offset]]
-    return _offset_mass_probe(
+    named = {0: SELF_MASS, -1: PREVIOUS_MASS, 1: NEXT_MASS}
+    return named.get(offset) or _offset_mass_probe(
         offset, f"offset_{'minus' if offset < 0 else 'plus'}_{abs(offset)}_mass", f"offset {offset:+d}"
     )
 
@@ -283,9 +302,7 @@ def first_keys_mass(count: int) -> Probe:
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ProbeError(f"first_keys_mass was given {count!r}.", "Give an integer of at least 1.")
-    return (
-        PROBES["first_mass"] if count == 1 else _first_keys_mass_probe(count, f"first_{count}_mass", f"first {count}")
-    )
+    return FIRST_MASS if count == 1 else _first_keys_mass_probe(count, f"first_{count}_mass", f"first {count}")
 
 
 def probe_of_part(part: PartName, tokens: Iterable[int] | None = None) -> Probe:
@@ -301,7 +318,7 @@ def probe_of_part(part: PartName, tokens: Iterable[int] | None = None) -> Probe:
         case ("first_keys_mass", int(count)):
             return first_keys_mass(count)
         case ("tokens_mass", str(name)):
-            return PROBES["special_mass"] if part in PROBES["special_mass"].parts else tokens_mass(name, tokens)
+            return SPECIAL_MASS if part in SPECIAL_MASS.parts else tokens_mass(name, tokens)
     raise ProbeError(f"{part!r} is a part without an argument.", f"Give one of a family: {', '.join(PART_FAMILIES)}.")
 
 
