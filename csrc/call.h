@@ -66,6 +66,7 @@ constexpr int64_t MAX_OFFSETS = 8;
   OUTPUT(float, offset_weights)       /* (offsets, batch, heads, queries): the weight on position + offset */         \
   OUTPUT(float, target_key_weight)    /* the weight on target_key */                                                  \
   OUTPUT(float, special_keys_weight)  /* the sum of the weights on special_keys */                                    \
+  OUTPUT(float, near_weight)          /* the sum of the weights on the keys at most `reach` from the position */      \
   INPUT(int64_t, query_start)   /* (batch) position of the first query, or null for 0 */                              \
   INPUT(int64_t, offsets)       /* (num_offsets) */                                                                   \
   INPUT(int64_t, target_key)    /* (batch), -1 for none; or null */                                                   \
@@ -110,6 +111,7 @@ constexpr int64_t MAX_OFFSETS = 8;
   NUMBER(int64_t, instruction_set)  /* an index, see multihead_instruction_set */                                     \
   NUMBER(int64_t, threads)                                                                                            \
   NUMBER(int64_t, num_offsets)      /* at most MAX_OFFSETS */                                                         \
+  NUMBER(int64_t, reach)            /* of near_weight, in keys; from 0 to 2^30 */                                     \
   NUMBER(int64_t, first_row)        /* index of row 0 in a longer call: for its position and its dropout */           \
   NUMBER(int64_t, pool_rows)        /* queries per cell of pooled_map */                                              \
   NUMBER(int64_t, pool_keys)        /* keys per cell of pooled_map */                                                 \

@@ -338,6 +338,20 @@ INLINE void add_special_keys(const Call &call, int64_t batch, const float *score
   }
 }
 
+// Add the weights of the keys within `reach` of each query, which are few: one more sum in weigh_keys would cost more.
+template <int HALVES>
+INLINE void add_near_keys(const Call &call, const Panel &panel, const float *scores, int64_t first, int64_t from,
+                          int64_t to, WeightSums (&sums)[2]) {
+  const int64_t position = panel.position - first;
+  const Ints reach = (Ints){} + static_cast<int32_t>(call.reach);
+  for (int64_t key = max(from, position - call.reach); key < min(to, position + COLUMNS + call.reach); key++)
+    for (int half = 0; half < HALVES; half++) {
+      const Ints after = index_from(half * LANES + position - key);  // of each query after the key
+      const Floats weight = load(scores + key * COLUMNS + half * LANES);
+      sums[half].near += select((after <= reach) & (after >= -reach), weight, (Floats){});
+    }
+}
+
 // Add the weights of a block of keys to the sums of a panel, whose earlier weights are multiplied by its factor.
 template <int HALVES, Statistics STATISTICS>
 NOINLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const BlockLargest &block, float *scores,
@@ -365,6 +379,7 @@ NOINLINE void update_panel(const Call &call, int64_t batch, Panel &panel, const 
     weigh_keys<HALVES, STATISTICS, Side::BOTH>(panel, base, scores, first, before, after, sums);
     weigh_keys<HALVES, STATISTICS, Side::AFTER>(panel, base, scores, first, after, to, sums);
     if (call.special_keys_weight) add_special_keys<HALVES>(call, batch, scores, first, from, to, sums);
+    if (call.near_weight) add_near_keys<HALVES>(call, panel, scores, first, from, to, sums);
   }
   for (int half = 0; half < HALVES; half++) {
     sums[half].total = sum_of_weights(scores + half * LANES, from, to);  // in the order of update_row

@@ -279,15 +279,23 @@ RowStrides row_strides(const Tensor &tensor) { return {tensor.strides[0], tensor
 
 long long printed(int64_t number) { return static_cast<long long>(number); }  // for %lld
 
-// A statistic of the forward pass is wanted if bit i of `statistics` is set, where i is its index here. The first ones
-// are float32, (batch, heads, queries) each, `offset_weights` one for each offset; the last one is the largest key.
-float *Call::*const STATISTICS[] = {&Call::entropy,         &Call::largest_weight, &Call::mean_distance,
-                                    &Call::distance_spread, &Call::offset_weights, &Call::target_key_weight,
-                                    &Call::special_keys_weight};
-constexpr int64_t NUM_STATISTICS = sizeof STATISTICS / sizeof STATISTICS[0];
-constexpr int64_t AT_OFFSETS = 1 << 4, AT_TARGET = 1 << 5, AT_SPECIAL = 1 << 6, LARGEST_KEY = 1 << NUM_STATISTICS;
+// The statistics of the forward pass: a statistic is wanted if its flag is set in `statistics`, which exported programs
+// contain. Those in this list are float32, (batch, heads, queries) each, `offset_weights` one for each offset.
+constexpr int64_t AT_OFFSETS = 16, AT_TARGET = 32, AT_SPECIAL = 64, LARGEST_KEY = 128, ALL_STATISTICS = 511;
 constexpr int64_t OFFSETS[] = {0, -1, 1};
 constexpr int64_t NUM_OFFSETS = sizeof OFFSETS / sizeof OFFSETS[0];
+constexpr int64_t REACH = 3;  // of near_weight
+constexpr struct {
+  int64_t flag, rows;
+  float *Call::*address;
+} STATISTICS[] = {{1, 1, &Call::entropy},
+                  {2, 1, &Call::largest_weight},
+                  {4, 1, &Call::mean_distance},
+                  {8, 1, &Call::distance_spread},
+                  {AT_OFFSETS, NUM_OFFSETS, &Call::offset_weights},
+                  {AT_TARGET, 1, &Call::target_key_weight},
+                  {AT_SPECIAL, 1, &Call::special_keys_weight},
+                  {256, 1, &Call::near_weight}};
 
 // The schema of the arguments that the passes share; the operators of one pass have further ones before or after them.
 #define ARGUMENTS                                                                                                   \
@@ -570,10 +578,11 @@ int64_t first_key(const Call &call, int64_t sample) {
 
 // Set what the wanted statistics read: the offsets, the position of the first query, the target key and special keys.
 void Arguments::set_statistics() {
-  if (statistics < 0 || statistics >= 2 * LARGEST_KEY)
-    fail("statistics is %lld. Give a sum of powers of 2 below %lld.", printed(statistics), printed(2 * LARGEST_KEY));
+  if (statistics < 0 || statistics > ALL_STATISTICS)
+    fail("statistics is %lld. Give a sum of powers of 2 below %lld.", printed(statistics), printed(ALL_STATISTICS + 1));
   call.offsets = OFFSETS;
   call.num_offsets = statistics & AT_OFFSETS ? NUM_OFFSETS : 0;
+  call.reach = REACH;
   if (band) {
     samples_.allocate(call.batch);
     for (int64_t sample = 0; sample < call.batch; sample++) {
@@ -672,17 +681,17 @@ void attend(Arguments &arguments, StackValue *stack) {
   call.logsumexp = logsumexp.elements<float>();
   if (statistics || !arguments.band) {
     int64_t count[] = {0, call.batch, call.heads, call.queries};
-    for (int64_t i = 0; i < NUM_STATISTICS; i++)
-      if (statistics >> i & 1) count[0] += 1 << i == AT_OFFSETS ? NUM_OFFSETS : 1;
+    for (const auto &each : STATISTICS)
+      if (statistics & each.flag) count[0] += each.rows;
     measured.take(empty(4, count, torch.float32));
     const int64_t nothing[] = {0};
     largest_key.take(statistics & LARGEST_KEY ? empty(3, sizes, torch.int64) : empty(1, nothing, torch.int64));
     if (statistics & LARGEST_KEY) call.largest_key = largest_key.elements<int64_t>();
     float *rows = measured.elements<float>();
-    for (int64_t i = 0; i < NUM_STATISTICS; i++) {
-      if (!(statistics >> i & 1)) continue;
-      call.*STATISTICS[i] = rows;
-      rows += (1 << i == AT_OFFSETS ? NUM_OFFSETS : 1) * call.batch * call.heads * call.queries;
+    for (const auto &each : STATISTICS) {
+      if (!(statistics & each.flag)) continue;
+      call.*each.address = rows;
+      rows += each.rows * call.batch * call.heads * call.queries;
     }
   }
   run(call, Pass::FORWARD);

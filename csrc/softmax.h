@@ -30,7 +30,7 @@ enum class Statistics { NONE, WEIGHTS, DISTANCES };
 
 INLINE Statistics required_statistics(const Call &call) {
   if (call.mean_distance || call.distance_spread) return Statistics::DISTANCES;
-  const bool of_keys = call.offset_weights || call.target_key_weight || call.special_keys_weight;
+  const bool of_keys = call.offset_weights || call.target_key_weight || call.special_keys_weight || call.near_weight;
   const bool weights = call.entropy || call.largest_weight || call.largest_key || of_keys;
   return weights ? Statistics::WEIGHTS : Statistics::NONE;
 }
@@ -57,6 +57,7 @@ struct WeightSums {
   Floats distance;   // of weight * x, with x = |position - key| - pivot
   Floats square;     // of weight * x^2
   Floats special;    // of the weights of special keys
+  Floats near;       // of the weights of keys within `reach` of the position
 
   // Add a weight per lane, and its distance.
   template <Statistics STATISTICS>
@@ -77,12 +78,13 @@ struct WeightSums {
     distance += other.distance;
     square += other.square;
     special += other.special;
+    near += other.near;
   }
 
   // Multiply all weights by 2^change = `factor`, because the largest score rose.
   inline __attribute__((always_inline)) void scale(Floats factor, Floats change) {
     surprisal = factor * (surprisal + total * change);
-    total *= factor, distance *= factor, square *= factor, special *= factor;
+    total *= factor, distance *= factor, square *= factor, special *= factor, near *= factor;
   }
 
   // Multiply all weights as `scale` does, and add the sums over a block of keys.
@@ -91,6 +93,7 @@ struct WeightSums {
     if (STATISTICS != Statistics::NONE) {
       surprisal = multiply_add(factor, surprisal + total * change, block.surprisal);
       special = multiply_add(factor, special, block.special);
+      near = multiply_add(factor, near, block.near);
     }
     if (STATISTICS == Statistics::DISTANCES) {
       distance = multiply_add(factor, distance, block.distance);
@@ -210,10 +213,21 @@ INLINE void store_narrow(Bfloat16 *row, int64_t at, Floats weight) {
 // On which side of the query's position the keys of a block lie that it sees; a key at the position is on either.
 enum class Side { BEFORE, BOTH, AFTER };
 
+// Sum the weights of the keys within `reach` of a query's position, in a block of `count` keys from `first` on.
+INLINE Floats near_weights(const Call &call, int64_t position, const float *weights, int64_t first, int64_t count) {
+  const int64_t from = max(0, position - call.reach - first), to = min(count, position + call.reach + 1 - first);
+  Floats near = (Floats){};
+  for (int64_t i = from / LANES * LANES; i < to; i += LANES) {
+    const Ints key = index_from(i), inside = (key >= static_cast<int32_t>(from)) & (key < static_cast<int32_t>(to));
+    near += select(inside, load(weights + i), (Floats){});
+  }
+  return near;
+}
+
 // Replace scores by weights, and add them to the sums of a row whose earlier weights are multiplied by `factor`.
 template <Statistics STATISTICS, Side SIDE, class Packed>
-INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scores, int64_t first, int64_t count,
-                        const float *special, Packed *narrow) {
+INLINE void add_weights(const Call &call, SoftmaxRow &row, float factor, float change, float *scores, int64_t first,
+                        int64_t count, const float *special, Packed *narrow) {
   constexpr bool DISTANCES = STATISTICS == Statistics::DISTANCES;
   // On one side of the position, x = x of a reference key + side * (key - reference). The reference is the key of the
   // block that is nearest to the pivot; key - reference = (lane - its lane) + LANES * (vector - its vector).
@@ -255,6 +269,7 @@ INLINE void add_weights(SoftmaxRow &row, float factor, float change, float *scor
   }
   if (STATISTICS != Statistics::NONE) {
     for (int64_t i = 0; special && i < count; i += LANES) block.special += load(scores + i) * load(special + i);
+    if (call.near_weight) block.near = near_weights(call, row.position, scores, first, count);
     row.sums.add<STATISTICS>(block, broadcast(factor), broadcast(change));
   }
   // An explicit fma: left to the compiler, the rounding would depend on STATISTICS, and with it the bits of the output.
@@ -315,11 +330,11 @@ NOINLINE float update_row(const Call &call, const Query &query, SoftmaxRow &row,
     if (row.target_key >= first && row.target_key < end) row.few_scores[TARGET] = scores[row.target_key - first];
   }
   if (STATISTICS != Statistics::DISTANCES || min(query.stop, end) <= row.position + 1)
-    add_weights<STATISTICS, Side::BEFORE>(row, factor, change, scores, first, count, special, narrow);
+    add_weights<STATISTICS, Side::BEFORE>(call, row, factor, change, scores, first, count, special, narrow);
   else if (max(query.start, first) >= row.position)
-    add_weights<STATISTICS, Side::AFTER>(row, factor, change, scores, first, count, special, narrow);
+    add_weights<STATISTICS, Side::AFTER>(call, row, factor, change, scores, first, count, special, narrow);
   else
-    add_weights<STATISTICS, Side::BOTH>(row, factor, change, scores, first, count, special, narrow);
+    add_weights<STATISTICS, Side::BOTH>(call, row, factor, change, scores, first, count, special, narrow);
   if (call.dropout > 0)
     for (int64_t i = 0; i < count; i += LANES) {
       const Floats weight = load(scores + i) * dropout_factors(call, query, first + i);
@@ -473,6 +488,7 @@ INLINE Floats write_softmax(const Call &call, int64_t index, int64_t count, cons
   write(call.mean_distance, select(empty, zero, mean + queries.pivot));
   write(call.distance_spread, select(empty, zero, square_root(select(variance < zero, zero, variance))));
   write(call.special_keys_weight, select(empty, zero, sums.special * inverse));
+  write(call.near_weight, select(empty, zero, sums.near * inverse));
   const auto write_weight = [&](float *to, Floats score) {
     if (to) write(to, select(empty, zero, exp2(score - queries.largest) * inverse));
   };
@@ -508,6 +524,7 @@ NOINLINE void write_softmax_of_rows(const Call &call, int64_t index, int64_t cou
       queries.sums.distance = each([](const SoftmaxRow &row) { return sum(row.sums.distance); });
       queries.sums.square = each([](const SoftmaxRow &row) { return sum(row.sums.square); });
       queries.sums.special = each([](const SoftmaxRow &row) { return sum(row.sums.special); });
+      queries.sums.near = each([](const SoftmaxRow &row) { return sum(row.sums.near); });
       queries.pivot = each([](const SoftmaxRow &row) { return static_cast<float>(row.pivot); });
       for (int64_t i = 0; i <= MAX_OFFSETS; i++)
         if (i < call.num_offsets || i == TARGET)

@@ -226,9 +226,10 @@ RandomCall drawn(const Case &each, uint64_t seed, int64_t threads) {
   input.dbias = each.bias;
   if (each.statistics) {
     for (bool *wanted : {&input.entropy, &input.largest_weight, &input.largest_key, &input.mean_distance,
-                         &input.distance_spread, &input.offset_weights, &input.target_key_weight})
+                         &input.distance_spread, &input.offset_weights, &input.target_key_weight, &input.near_weight})
       *wanted = true;
     call.num_offsets = 3;
+    call.reach = 3;
     input.offsets = Tensor(Type::INT64, 3, 1, 1, 1);
     for (int64_t i = 0; i < 3; i++) input.offsets.set(static_cast<double>(i - 1), i, 0, 0);
     input.target_key = integers(random, Tensor(Type::INT64, 1, 1, 1, 1), 0, 0);
@@ -358,7 +359,8 @@ std::string wrong_at_the_end(const RandomCall &input, const Results &results) {
       {&found.largest_weight, &results.largest_weight}, {&found.largest_key, &results.largest_key},
       {&found.mean_distance, &results.mean_distance}, {&found.distance_spread, &results.distance_spread},
       {&found.offset_weights, &results.offset_weights}, {&found.target_key_weight, &results.target_key_weight},
-      {&found.delta, &results.delta}, {&found.dq, &results.dq}, {&found.dbias, &results.dbias}};
+      {&found.near_weight, &results.near_weight}, {&found.delta, &results.delta}, {&found.dq, &results.dq},
+      {&found.dbias, &results.dbias}};
   for (auto [copy, original] : of_rows) *copy = tail(*original, 0, head, row, 0);
   if (whole) {  // sums over all queries
     found.dk = tail(results.dk, 0, kv, 0, 0), found.dv = tail(results.dv, 0, kv, 0, 0);

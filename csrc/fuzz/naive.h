@@ -28,7 +28,7 @@ struct Naive {
   Dense slope;    // of the softcap at each score
   Dense visible;  // 1 where a query sees a key
   Dense output, logsumexp, entropy, largest_weight, mean_distance, distance_spread;
-  Dense offset_weights, target_key_weight, special_keys_weight;
+  Dense offset_weights, target_key_weight, special_keys_weight, near_weight;
   Dense delta, dq, dk, dv, dbias, key_sums, pooled_map;
 };
 
@@ -103,7 +103,7 @@ inline void attend(const RandomCall &input, const Dense &kept, Naive &naive) {
   const Dense v = Dense::of(input.v);
   naive.output = Dense(B, H, N, call.value_dim);
   naive.entropy = naive.largest_weight = naive.mean_distance = naive.distance_spread = Dense(B, H, N, 1);
-  naive.target_key_weight = naive.special_keys_weight = Dense(B, H, N, 1);
+  naive.target_key_weight = naive.special_keys_weight = naive.near_weight = Dense(B, H, N, 1);
   naive.offset_weights = Dense(call.num_offsets * B, H, N, 1);
   for (int64_t b = 0; b < B; b++)
     for (int64_t h = 0; h < H; h++)
@@ -111,7 +111,7 @@ inline void attend(const RandomCall &input, const Dense &kept, Naive &naive) {
         if (row_is_nan(naive, b, h, i)) {
           for (int64_t x = 0; x < call.value_dim; x++) naive.output(b, h, i, x) = NOT_A_NUMBER;
           for (Dense *each : {&naive.entropy, &naive.largest_weight, &naive.mean_distance, &naive.distance_spread,
-                              &naive.target_key_weight, &naive.special_keys_weight})
+                              &naive.target_key_weight, &naive.special_keys_weight, &naive.near_weight})
             (*each)(b, h, i) = NOT_A_NUMBER;
           for (int64_t o = 0; o < call.num_offsets; o++) naive.offset_weights(o * B + b, h, i) = NOT_A_NUMBER;
           continue;
@@ -129,6 +129,7 @@ inline void attend(const RandomCall &input, const Dense &kept, Naive &naive) {
           naive.largest_weight(b, h, i) = fmax(naive.largest_weight(b, h, i), p);
           naive.mean_distance(b, h, i) += p * away;
           if (input.special_keys && input.special_keys.at(b, 0, 0, j) != 0) naive.special_keys_weight(b, h, i) += p;
+          if (away <= static_cast<double>(call.reach)) naive.near_weight(b, h, i) += p;
         }
         if (total == 0) continue;
         const double mean = naive.mean_distance(b, h, i) /= total;

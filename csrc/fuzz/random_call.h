@@ -13,7 +13,7 @@ struct RandomCall {
   Tensor k_int8, v_int8, k_scales, v_scales;  // what the forward pass reads instead of k and v, or empty
   Tensor query_start, offsets, target_key, special_keys, grad_output, grad_logsumexp;
   bool entropy = false, largest_weight = false, largest_key = false, mean_distance = false, distance_spread = false;
-  bool offset_weights = false, target_key_weight = false, special_keys_weight = false;
+  bool offset_weights = false, target_key_weight = false, special_keys_weight = false, near_weight = false;
   bool dbias = false, pooled_map = false;
   uint64_t strides_seed = 0;  // of the strides of the results; 0 for contiguous ones
 };
@@ -160,8 +160,9 @@ inline void draw_statistics(Random &random, RandomCall &input) {
   const double share = chance(random, 0.5) ? 1 : 0.4;
   for (bool *wanted : {&input.entropy, &input.largest_weight, &input.largest_key,
                        &input.mean_distance, &input.distance_spread, &input.offset_weights,
-                       &input.target_key_weight, &input.special_keys_weight})
+                       &input.target_key_weight, &input.special_keys_weight, &input.near_weight})
     *wanted = chance(random, share);
+  call.reach = chance(random, 0.8) ? uniform(random, 0, 4) : uniform(random, 0, 2 * call.keys);
   call.first_row = chance(random, 0.3) ? uniform(random, 0, 50) : 0;
   const auto per_sample = [&] { return Tensor(Type::INT64, call.batch, 1, 1, 1); };
   if (chance(random, 0.7)) input.query_start = integers(random, per_sample(), -3, call.keys);

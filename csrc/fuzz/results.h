@@ -10,7 +10,7 @@
 struct Results {
   Tensor output, logsumexp;
   Tensor entropy, largest_weight, largest_key, mean_distance, distance_spread;
-  Tensor offset_weights, target_key_weight, special_keys_weight;
+  Tensor offset_weights, target_key_weight, special_keys_weight, near_weight;
   Tensor delta, dq, dk, dv, dbias, key_sums, pooled_map;
 
   template <class Visit>
@@ -20,6 +20,7 @@ struct Results {
         {"largest_weight", &largest_weight}, {"largest_key", &largest_key}, {"mean_distance", &mean_distance},
         {"distance_spread", &distance_spread}, {"offset_weights", &offset_weights},
         {"target_key_weight", &target_key_weight}, {"special_keys_weight", &special_keys_weight},
+        {"near_weight", &near_weight},
         {"delta", &delta}, {"dq", &dq}, {"dk", &dk}, {"dv", &dv},
         {"dbias", &dbias}, {"key_sums", &key_sums}, {"pooled_map", &pooled_map}};
     for (const auto &[name, tensor] : named)
@@ -65,6 +66,7 @@ inline void prepare_forward(const RandomCall &input, Call &call, Results &result
   allocate(input.offset_weights, results.offset_weights, call.offset_weights, call.num_offsets);
   allocate(input.target_key_weight, results.target_key_weight, call.target_key_weight);
   allocate(input.special_keys_weight, results.special_keys_weight, call.special_keys_weight);
+  allocate(input.near_weight, results.near_weight, call.near_weight);
   if (input.largest_key) {
     results.largest_key = Tensor(Type::INT64, call.batch, call.heads, call.queries, 1);
     call.largest_key = results.largest_key.data<int64_t>();
@@ -175,6 +177,7 @@ inline std::string wrong(const RandomCall &input, const Results &results, const 
   compare("offset_weights", results.offset_weights, naive.offset_weights);
   compare("target_key_weight", results.target_key_weight, naive.target_key_weight);
   compare("special_keys_weight", results.special_keys_weight, naive.special_keys_weight);
+  compare("near_weight", results.near_weight, naive.near_weight);
   compare("delta", results.delta, naive.delta);
   compare("dq", results.dq, naive.dq);
   compare("dk", results.dk, naive.dk);

@@ -98,7 +98,7 @@ def test_its_backward_pass_passes_the_checks_of_torch() -> None:
 def test_statistics_and_int8_pass_the_checks_of_torch() -> None:
     q, k, v, *rest = arguments()
     measured = {
-        "statistics": 255,
+        "statistics": 511,
         "positions": torch.tensor([2, 0]),
         "target_keys": torch.tensor([0, -1]),
         "special_keys": torch.rand(2, 7) < 0.5,
@@ -114,7 +114,7 @@ def test_statistics_and_int8_pass_the_checks_of_torch() -> None:
 
 def test_the_other_operators_pass_the_checks_of_torch() -> None:
     q, k, v, *rest = arguments()
-    for statistics in (0, 191):
+    for statistics in (0, 447):
         for values in (v, None):
             band = (q, k, values, torch.tensor([7, 3]), -1, 0, 2, None, None, statistics)
             torch.library.opcheck(torch.ops.multihead.attention.eager, band)
@@ -464,7 +464,7 @@ def test_the_eager_overload_rejects_a_softcap_that_is_not_positive(softcap: floa
 
 
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {
-    "statistics that do not exist": ({"statistics": 256}, "statistics is 256. Give a sum of powers of 2 below 256."),
+    "statistics that do not exist": ({"statistics": 512}, "statistics is 512. Give a sum of powers of 2 below 512."),
     "no target key": ({"statistics": 32}, "statistics is 32, which needs target_keys (32) or special_keys (64)."),
     "target keys of other samples": (
         {"statistics": 32, "target_keys": torch.zeros(3, dtype=torch.int64)},

@@ -31,7 +31,8 @@ Arguments of `attention`, in this order or by name:
   dropped as in the larger call; total_heads: number of heads of the larger call, 0 = heads
 - k_scales, v_scales: (batch, kv_heads, keys) float32, the factors of the rows of int8 k and v; or None
 - statistics: the sum of flags: 1 entropy, 2 largest weight, 4 mean distance, 8 standard deviation of the distance,
-  16 weights at the offsets 0, -1 and 1, 32 weight on the target key, 64 weight on the special keys, 128 largest key
+  16 weights at the offsets 0, -1 and 1, 32 weight on the target key, 64 weight on the special keys, 128 largest key,
+  256 sum of the weights at the offsets -3 to 3
 - positions: (batch,) int64, the position among the keys of query 0 of the (larger) call, for distances; None = 0
 - target_keys: (batch,) int64, the target key per sample, -1 for none; special_keys: (batch, keys) bool; or None
 
@@ -88,7 +89,8 @@ def _fake_results(
     logsumexp = q.new_empty((batch, heads, queries), dtype=torch.float32)
     if not statistics and not always:
         return output, logsumexp, None, None
-    count = (statistics & 127).bit_count() + (2 if statistics & 16 else 0)  # flag 16 has three rows, one per offset
+    # flag 16 has three rows, one per offset, and 128 is the largest key
+    count = (statistics & ~128).bit_count() + (2 if statistics & 16 else 0)
     measured = logsumexp.new_empty((count, batch, heads, queries))
     largest_key = logsumexp.new_empty(logsumexp.shape if statistics & 128 else (0,), dtype=torch.int64)
     return output, logsumexp, measured, largest_key
