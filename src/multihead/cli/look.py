@@ -13,13 +13,7 @@ import click
 
 from multihead.cli.audio import read_audio
 from multihead.cli.language import lang_option
-from multihead.cli.look_output import (
-    COLUMNS,
-    REPEATED_COLUMNS,
-    print_heads,
-    print_memory_and_files,
-    print_textbook_heads,
-)
+from multihead.cli.look_output import print_heads, print_memory_and_files, print_textbook_heads
 from multihead.cli.model_options import check_no_surplus, model_options, option_given_once, parse_layers
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, table_options, write_tables
@@ -32,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+DEFAULT_SORT = "layer"
 EXAMPLES = """
 \b
 Examples:
@@ -48,7 +43,17 @@ MODEL is the folder of a saved model, a GGUF file, the name of an installed pack
 on the Hugging Face hub.
 """
 
-SORT_COLUMNS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
+
+def _choice_of_sort() -> click.Choice[str]:
+    # Imported here, because the statistics load torch; --help does not, and has a text of its own.
+    from multihead.probes.catalogue import REPEAT_PROBES
+    from multihead.probes.choices import TERMINAL_COLUMNS
+
+    return click.Choice([DEFAULT_SORT, *(probe.name for probe in TERMINAL_COLUMNS), *REPEAT_PROBES])
+
+
+def _check_sort(context: click.Context, param: click.Parameter, value: str) -> str:
+    return value if value == DEFAULT_SORT else _choice_of_sort().convert(value, param, context)
 
 
 @click.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})  # rejected with the option they lack
@@ -72,11 +77,12 @@ SORT_COLUMNS = ["layer", *COLUMNS, *REPEATED_COLUMNS]
 @model_options
 @click.option(
     "--sort",
-    type=click.Choice(SORT_COLUMNS),
+    callback=_check_sort,
+    shell_complete=lambda context, param, word: _choice_of_sort().shell_complete(context, param, word),
     metavar="NAME",
-    default="layer",
+    default=DEFAULT_SORT,
     show_default=True,
-    help=f"Sort the table by: {', '.join(SORT_COLUMNS)}; those in repeated_ need --textbook.",
+    help=locale("look.sort", "en"),
 )
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Print only the first N heads of the table.")
 @table_options
@@ -125,10 +131,8 @@ def look(
     --record keeps everything for the viewer.
     """
     check_no_surplus(context.args)
-    if sort in REPEATED_COLUMNS and not textbook:
-        raise click.UsageError(f"--sort is {sort}, which only --textbook measures. Add --textbook.")
-    if start_token is not None and not textbook:
-        raise click.UsageError("--start-token is for the random tokens of --textbook. Add --textbook.")
+    if not textbook:
+        _check_no_textbook_needed(sort, start_token)
     text, sound = _text_or_audio(text_file, prompt, audio, textbook=textbook)
     targets = [out, *table_files(json_file, csv_file), record_file]
     check_writable([target for target in targets if target is not None])
@@ -203,6 +207,16 @@ def look(
         elif run.text is not None and family_head(loaded) == "language":
             print_sentence(open_console(), locale("look.no textbook", lang))
         print_memory_and_files(page, record_file, memory, lang)
+
+
+def _check_no_textbook_needed(sort: str, start_token: str | None) -> None:
+    if sort != DEFAULT_SORT:
+        from multihead.probes.catalogue import REPEAT_PROBES
+
+        if sort in REPEAT_PROBES:
+            raise click.UsageError(f"--sort is {sort}, which only --textbook measures. Add --textbook.")
+    if start_token is not None:
+        raise click.UsageError("--start-token is for the random tokens of --textbook. Add --textbook.")
 
 
 def _text_or_audio(

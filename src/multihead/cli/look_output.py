@@ -23,34 +23,6 @@ if TYPE_CHECKING:
     from multihead.viewer.looking import ModelInputs
     from multihead.viewer.report import ReportSummary
 
-# Statistics that are columns of the table in the terminal, in this order.
-COLUMNS = (
-    "entropy",
-    "effective_keys",
-    "mean_distance",
-    "distance_spread",
-    "self_mass",
-    "previous_mass",
-    "next_mass",
-    "first_mass",
-    "special_mass",
-    "largest_weight",
-)
-# In a narrow terminal columns are dropped in this order, so that the kind of a head is not cut off.
-COLUMN_DROP_ORDER = (
-    "distance_spread",
-    "mean_distance",
-    "special_mass",
-    "next_mass",
-    "effective_keys",
-    "self_mass",
-    "largest_weight",
-    "first_mass",
-    "previous_mass",
-    "entropy",
-)
-# Statistics measured by --textbook; the table has a column for one of them only if it is sorted by that one.
-REPEATED_COLUMNS = ("repeated_induction", "repeated_duplicate", "repeated_previous", "repeated_first")
 MAX_LISTED_HEADS = 4  # maximum number of textbook heads listed per kind
 MAX_CHANCE_ROWS = 4  # maximum number of rows with chance levels at the end of the table
 MEMORY_REPORT_THRESHOLD = 1_000_000_000  # bytes of attention weights from which memory use is reported
@@ -107,11 +79,12 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
 
     from multihead.cli.console import open_console, print_entry, print_sentence
     from multihead.kinds import KINDS, format_percent
+    from multihead.probes.choices import COUNTED_ON_REPEATS
 
     console = open_console()
     console.print()
     print_sentence(console, _title_of_textbook_heads(next(one.repeated for one in profiles if one.repeated), lang))
-    repeats = [kind.name for kind in KINDS if kind.texts == "repeats"]
+    repeats = {kind.name: kind for kind in KINDS if kind.texts == "repeats"}
     measured = [kind for kind in repeats if any(kind in one.evidence for one in profiles)]
     names = {kind: text(f"look.textbook.{kind}", lang) for kind in measured}
     width = max((cell_len(name) for name in names.values()), default=0)  # a Chinese character is two columns wide
@@ -129,7 +102,7 @@ def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
             more = ", …" if len(heads) > MAX_LISTED_HEADS else ""
             chance = text("look.chance of", lang, chance=format_percent(max(level for _, level, _, _ in heads)))
             named = f"{named}{more}{section(lang, 'common')['join.sentences']}{chance}"
-        if kind == "repeated_first" and heads:
+        if repeats[kind].probe == COUNTED_ON_REPEATS and heads:
             count = text("look.textbook.count", lang, number=len(heads), heads=sum(len(one.kinds) for one in profiles))
             named = f"{count}{section(lang, 'common')['join.sentences']}{named}"
         print_entry(console, name, named or text("look.textbook.none", lang), width=width + 2, indent=2)
@@ -224,11 +197,12 @@ def _statistics_fitting_width(
     """Return the statistics whose columns fit into `width`, a `gap` before each; the sort column is never dropped."""
     from rich.cells import cell_len
 
-    from multihead.probes.catalogue import statistic
+    from multihead.probes.catalogue import REPEAT_PROBES, statistic
+    from multihead.probes.choices import TERMINAL_COLUMNS, TERMINAL_DROP_ORDER
     from multihead.record.notebook import CHANCE_SUFFIX
 
-    names = (*COLUMNS, *([sort] if sort in REPEATED_COLUMNS else []))
-    shown = [statistic(name) for name in names if any(name in row for row in rows)]
+    on_repeats = [statistic(sort)] if sort in REPEAT_PROBES else []  # what --textbook measures is a column only then
+    shown = [each for each in (*TERMINAL_COLUMNS, *on_repeats) if any(each.name in row for row in rows)]
     widths = {
         each.name: gap
         + max(
@@ -242,9 +216,9 @@ def _statistics_fitting_width(
         )
         for each in shown
     }
-    for name in COLUMN_DROP_ORDER:
-        if sum(widths.values()) > width and name != sort:
-            widths.pop(name, None)
+    for each in TERMINAL_DROP_ORDER:
+        if sum(widths.values()) > width and each.name != sort:
+            widths.pop(each.name, None)
     return [each for each in shown if each.name in widths]
 
 
@@ -265,10 +239,10 @@ def _cell_of_kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> st
 
 def _column_heading(shown: Statistic, lang: str) -> str:
     """Return the heading of a column in two lines: the short label and the unit, or the label split into two."""
-    from multihead.probes.catalogue import PROBES, REPEAT_PROBES
+    from multihead.probes.catalogue import REPEAT_PROBES
 
     on_repeats = shown.name in REPEAT_PROBES
-    shown = PROBES[REPEAT_PROBES[shown.name]] if on_repeats else shown
+    shown = REPEAT_PROBES.get(shown.name, shown)
     label = short_statistic_label(shown.name, lang, shown.short_label) + ("*" if on_repeats else "")
     return f"{label}\n{unit_label(shown.unit, lang)}" if shown.unit else label.replace(" ", "\n", 1)
 

@@ -40,7 +40,7 @@ from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
 from multihead.observation.recorder import Recorder
-from multihead.probes.catalogue import DEFAULT, LARGEST_KEY
+from multihead.probes.catalogue import DEFAULT, ENTROPY, LARGEST_KEY, reject_unknown_set
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
 
@@ -55,13 +55,10 @@ def census_probes(wanted: ProbeOrName | Sequence[ProbeOrName] | None) -> tuple[P
     for probe in found:
         if probe.axes != "queries" or probe.name == LARGEST_KEY.name:
             raise ProbeError(
-                f"{probe.name} has no number per query that can be added up.", 'Give probes such as "entropy".'
+                f"{probe.name} has no number per query that can be added up.",
+                f'Give probes such as "{ENTROPY.name}".',
             )
-        if "sets" in probe.needs:
-            raise ProbeError(
-                f"{probe.name} needs a set of tokens.",
-                f"Give their ids: probes.tokens_mass({probe.name.removesuffix('_mass')!r}, ids).",
-            )
+        reject_unknown_set(probe)
     return found
 
 

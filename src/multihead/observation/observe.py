@@ -23,7 +23,7 @@ from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
-from multihead.probes.catalogue import DEFAULT, PROBES
+from multihead.probes.catalogue import DEFAULT, PROBES, reject_unknown_set
 from multihead.probes.context import MAP_SIZE, PoolOperation
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
@@ -148,11 +148,7 @@ def _check_options(keep: object, map_size: object, map_pool: object, probes: Seq
         raise ArgumentError(f"map_pool is {map_pool!r}.", 'Give "mean" or "max".')
     check_integer("map_size", map_size)
     for probe in probes:
-        if "sets" in probe.needs:
-            raise ProbeError(
-                f"{probe.name} needs a set of tokens.",
-                f"Give their ids: probes.tokens_mass({probe.name.removesuffix('_mass')!r}, ids).",
-            )
+        reject_unknown_set(probe)
         # A summary leaves out the built-in statistics per key, which are part of what `look` and others measure.
         if keep == "summary" and probe.axes != "queries" and probe.name not in PROBES:
             axes = {"keys": "key", "map": "cell of a map"}[probe.axes]

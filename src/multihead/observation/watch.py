@@ -18,13 +18,11 @@ from multihead.models.trainer import call_around_steps
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
+from multihead.probes.catalogue import ENTROPY, LARGEST_KEY, LARGEST_SCORE
+from multihead.probes.choices import WATCHED, WITH_MAXIMUM
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
 from multihead.record.notebook import html_of_table, number_with_noun
-
-LARGEST_SCORE_NAME = "largest_score"
-DEFAULT_PROBES = ("entropy", "mean_distance", "first_mass", "largest_weight", LARGEST_SCORE_NAME)
-"""Names of the statistics that are observed by default."""
 
 
 class ScalarWriter(Protocol):
@@ -48,8 +46,8 @@ class Watch:
     Args:
         model: a module with attention layers of this library, a Hugging Face model, or both.
         every: number of steps from one observed step to the next; the first step is observed.
-        probes: statistics with a number per query, by name or as values; None takes `DEFAULT_PROBES`. Each is averaged
-            over the queries, except `largest_score`, whose maximum is kept.
+        probes: statistics with a number per query, by name or as values; None takes
+            `probes.choices.WATCHED`. Each is averaged over the queries, except `largest_score`, whose maximum is kept.
         layers: the layers to observe, as in `observe`; None observes all.
         per_head: whether `numbers` also holds a number per head, and not only their mean, minimum and maximum.
         log: called as log(numbers, step) after each observed step; or a SummaryWriter.
@@ -86,11 +84,11 @@ class Watch:
         check_module(model)
         check_integer("every", every)
         self.model, self.every, self.layers, self.per_head, self.log = model, every, layers, per_head, log
-        self.probes: tuple[Probe, ...] = resolve_probes(DEFAULT_PROBES if probes is None else probes)
+        self.probes: tuple[Probe, ...] = resolve_probes(WATCHED if probes is None else probes)
         for probe in self.probes:
-            if probe.axes != "queries" or probe.name == "largest_key":
+            if probe.axes != "queries" or probe == LARGEST_KEY:
                 raise ProbeError(
-                    f"{probe.name} has no mean over the queries of a head.", 'Give probes such as "entropy".'
+                    f"{probe.name} has no mean over the queries of a head.", f'Give probes such as "{ENTROPY.name}".'
                 )
         self.step = 0
         self.numbers: dict[str, float] = {}
@@ -171,7 +169,7 @@ class Watch:
         """Add an observed step to `series`, set `numbers`, and log them."""
         self.numbers = {}
         for layer in record.layers:
-            found = layer.summary("mean") | layer.summary("max", (LARGEST_SCORE_NAME,))
+            found = layer.summary("mean") | layer.summary("max", [probe.name for probe in WITH_MAXIMUM])
             means = {name: each.tolist() for name, each in found.items()}
             self.series.append(step, layer.name, layer.number, means, record.statistics)
             for name, values in found.items():
@@ -215,21 +213,20 @@ def qk_clip_factors(seen: Record | Watch, threshold: float = 100.0) -> dict[str,
     """
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold > 0:
         raise ArgumentError(f"threshold is {threshold!r}.", "Give a positive number, such as 100.")
+    score = LARGEST_SCORE.name
     if isinstance(seen, Watch):
-        series, known = seen.series, LARGEST_SCORE_NAME in seen.series.statistics
+        series, known = seen.series, score in seen.series.statistics
         largest = {
-            name: torch.from_numpy(series.values(LARGEST_SCORE_NAME, layer=number)[-1]) if known else None
+            name: torch.from_numpy(series.values(score, layer=number)[-1]) if known else None
             for number, name in series.layers.items()
         }
     else:
-        largest = {
-            layer.name: layer.summary("max", (LARGEST_SCORE_NAME,)).get(LARGEST_SCORE_NAME) for layer in seen.layers
-        }
+        largest = {layer.name: layer.summary("max", (score,)).get(score) for layer in seen.layers}
     if not largest:
         raise ArgumentError("Nothing was observed.", "Run the model in the context first.")
     measured = {name: scores for name, scores in largest.items() if scores is not None}
     if len(measured) < len(largest):
         raise ProbeError(
-            "The statistic 'largest_score' was not observed.", 'Observe with probes=("entropy", "largest_score").'
+            f"The statistic {score!r} was not observed.", f'Observe with probes=("{ENTROPY.name}", "{score}").'
         )
     return {name: (threshold / scores.clamp(min=threshold)).float() for name, scores in measured.items()}

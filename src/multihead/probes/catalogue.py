@@ -242,18 +242,18 @@ SEPARATOR_STATISTIC = Statistic("separator_mass", label="separator", number_form
 """Weight on special tokens after the first token, which `record.analysis.highlights` derives from other statistics."""
 
 REPEAT_PROBES = {
-    "repeated_induction": "induction_mass",
-    "repeated_duplicate": "duplicate_mass",
-    "repeated_previous": "previous_mass",
-    "repeated_first": "first_mass",
+    "repeated_induction": INDUCTION_MASS,
+    "repeated_duplicate": DUPLICATE_MASS,
+    "repeated_previous": PREVIOUS_MASS,
+    "repeated_first": FIRST_MASS,
 }
-"""Name of a statistic on repeated random tokens -> name of its probe, see `observation.textbook`."""
+"""Name of a statistic on repeated random tokens -> its probe, see `observation.textbook`."""
 
 _DERIVED_STATISTICS = (
     SEPARATOR_STATISTIC,
     *(
-        Statistic(name, label=f"{PROBES[of].label} on random repeats", number_format=SHARE_FORMAT)
-        for name, of in REPEAT_PROBES.items()
+        Statistic(name, label=f"{probe.label} on random repeats", number_format=SHARE_FORMAT)
+        for name, probe in REPEAT_PROBES.items()
     ),
 )
 _STATISTICS_BY_NAME: dict[str, Statistic] = {**PROBES, **{each.name: each for each in _DERIVED_STATISTICS}}
@@ -347,3 +347,10 @@ def tokens_mass(name: str, ids: Iterable[int] | None = None) -> Probe:
             f"tokens_mass({name!r}) was given ids that are no integers.", "Give token ids, such as [11, 13]."
         )
     return _token_set_mass_probe(name, tokens)
+
+
+def reject_unknown_set(probe: Probe) -> None:
+    """Raise a ProbeError if a probe needs the keys of a set of tokens, which only a `ProbeContext` has, and no ids."""
+    if "sets" in probe.needs:
+        name = min(str(part[1]) for part in probe.parts - SPECIAL_MASS.parts if part[0] == "tokens_mass")
+        raise ProbeError(f"{probe.name} needs a set of tokens.", f"Give their ids: probes.tokens_mass({name!r}, ids).")

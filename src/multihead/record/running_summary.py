@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.kernels.native import library
+from multihead.probes.choices import WITH_MAXIMUM
 from multihead.record.summaries import QUANTILE_OF_SUMMARY, MeasuredStatistic, SummaryName, check_summary_name
 
 MIN_BINNED_VALUE, MAX_BINNED_VALUE = 2.0**-30, 2.0**30
@@ -24,9 +25,6 @@ MIN_BINNED_VALUE, MAX_BINNED_VALUE = 2.0**-30, 2.0**30
 
 NUM_BINS = 2 + 60 * 64
 """Number of bins of a histogram: 64 per factor of two, one bin for values below the range and one for those above."""
-
-STATISTICS_WITH_MAXIMUM = frozenset({"largest_score"})
-"""Statistics whose exact maximum is recorded, because it limits a training step; it may be negative."""
 
 # Integer dtype of a number's bits -> number of mantissa bits after the first six, and the offset of bin numbers.
 _SHIFT_AND_FIRST_BIN = {torch.int32: (17, (127 - 30) * 64 - 1), torch.int64: (46, (1023 - 30) * 64 - 1)}
@@ -136,8 +134,9 @@ class RunningSummary:
         self.num_samples += samples
         new = [name for name in measured if name not in self.statistics]
         self.statistics.update(zip(new, QuantileSketch.empty_list(len(new), self.num_heads), strict=True))
-        for name in STATISTICS_WITH_MAXIMUM.intersection(new):
-            self.statistics[name].maximum = torch.full((self.num_heads,), -torch.inf, dtype=torch.float64)
+        for probe in WITH_MAXIMUM:
+            if probe.name in new:
+                self.statistics[probe.name].maximum = torch.full((self.num_heads,), -torch.inf, dtype=torch.float64)
         for name, each in measured.items():
             self.statistics[name].add(each.values, each.counted)
 

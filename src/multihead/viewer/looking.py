@@ -41,7 +41,9 @@ from multihead.models.source import FoundModel
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.observe import observe
 from multihead.observation.textbook import add_repeated, measure_repeated, start_token_id, word_token_ids
-from multihead.probes import DEFAULT
+from multihead.probes import DEFAULT, Probe
+from multihead.probes.catalogue import POOLED_MAP
+from multihead.probes.choices import MARGINS_OF_MAP
 from multihead.record.profiles import LayerProfile
 from multihead.record.texts import Text
 from multihead.tensors.undo import Undo
@@ -321,7 +323,7 @@ def record_model_run(
     inputs = _prepare_inputs(loaded, encoded, audio, decoder_text, show, lang)
     with (
         torch.no_grad(),
-        observe_texts(loaded, inputs.texts, layers=layers, probes=("pooled_map",), kinds=kinds) as record,
+        observe_texts(loaded, inputs.texts, layers=layers, probes=(POOLED_MAP,), kinds=kinds) as record,
         _count_attention_calls(show, locale("look.doing.watching", lang), num_layers(loaded)),
         explain_missing_inputs(loaded),
     ):
@@ -332,18 +334,18 @@ def record_model_run(
 
 @contextmanager
 def observe_texts(
-    loaded: LoadedModel, texts: Sequence[EncodedText], *, probes: Sequence[str] = (), **options: Any
+    loaded: LoadedModel, texts: Sequence[EncodedText], *, probes: Sequence[Probe] = (), **options: Any
 ) -> Iterator[Record]:
     """Record a model that reads some texts in this context; at its end, name the record and the tokens of the texts.
 
     Args:
         loaded: the model.
         texts: the texts.
-        probes: measured besides the default probes and "received".
+        probes: measured besides the default probes and those of the margins of maps.
         options: further arguments of `observe`.
     """
     special = sorted({id_ for each in texts for id_ in each.special_ids})
-    with observe(loaded.model, probes=(*DEFAULT, "received", *probes), special_ids=special, **options) as record:
+    with observe(loaded.model, probes=(*DEFAULT, *MARGINS_OF_MAP, *probes), special_ids=special, **options) as record:
         yield record
     record.title = loaded.title
     for each in texts:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ProbeError
+from multihead.probes.catalogue import LARGEST_KEY, LARGEST_WEIGHT
 from multihead.record.visibility import query_blocks
 from multihead.viewer.tiles import visible_weights
 
@@ -115,11 +116,10 @@ def encode_recorded_largest_weights(sample: SampleRecord, *, rounding: LargestRo
         ProbeError: the largest weights and their keys were not recorded.
     """
     found = sample.statistics
-    if "largest_weight" not in found or "largest_key" not in found:
-        raise ProbeError(
-            "The record has no largest weights.", 'Observe with the probes "largest_weight" and "largest_key".'
-        )
-    weight, key = found["largest_weight"], found["largest_key"]  # (heads, queries)
+    names = LARGEST_WEIGHT.name, LARGEST_KEY.name
+    if not found.keys() >= {*names}:
+        raise ProbeError("The record has no largest weights.", 'Observe with the probes "{}" and "{}".'.format(*names))
+    weight, key = (found[name] for name in names)  # (heads, queries)
     blind = key < 0
     code = encode_weights(weight.double().masked_fill(blind, torch.nan), bits=16, rounding=rounding)
     step = key.masked_fill(blind, sample.num_keys).int()

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ProbeError
+from multihead.probes.catalogue import POOLED_MAP
+from multihead.probes.choices import MARGINS_OF_MAP
 from multihead.viewer import maps
 from multihead.viewer.offline import PackedArrays, PageFullError
-from multihead.viewer.payload import MARGIN_STATISTICS, MAX_UNPOOLED_SIZE, margin_of_map
+from multihead.viewer.payload import MAX_UNPOOLED_SIZE, margin_of_map
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
@@ -210,7 +212,7 @@ def _bytes_per_stored_weight(samples: _SampleOfLayer, number: int, bits: int) ->
 
 def _pooled_maps_of_layer(sample: SampleRecord, size: int) -> Tensor | None:
     """Return the pooled maps of a layer, (heads, rows, columns): stored ones if their size fits, else from q and k."""
-    found = sample.statistics.get("pooled_map")
+    found = sample.statistics.get(POOLED_MAP.name)
     # A record pools a padded batch in blocks for the longest sample, which are too wide for a shorter sample.
     wanted = tuple(-(-length // max(1, -(-length // size))) for length in (sample.num_queries, sample.num_keys))
     if found is not None and tuple(found.shape[-2:]) == wanted:
@@ -236,7 +238,7 @@ def _add_pooled_maps(
 
 def _add_margins(arrays: PackedArrays, number: int, sample: SampleRecord) -> None:
     """Add the strips at the margins of a layer's maps: the mean weight on each key, and each query's entropy."""
-    for name in MARGIN_STATISTICS:
+    for name in MARGINS_OF_MAP:
         if name in sample.statistics:
             every = torch.stack([margin_of_map(sample, head, name) for head in range(sample.num_heads)])
             values = maps.average_bins(every, MAX_BARS_PER_STRIP)

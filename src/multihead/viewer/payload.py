@@ -13,7 +13,8 @@ import torch
 from multihead.errors import ArgumentError, ProbeError
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text
-from multihead.probes.catalogue import SEPARATOR_STATISTIC
+from multihead.probes.catalogue import POOLED_MAP, RECEIVED, SEPARATOR_STATISTIC
+from multihead.probes.choices import MARGINS_OF_MAP
 from multihead.record.analysis.changes import ChangedHead, summarise_changes
 from multihead.record.analysis.highlights import findings
 from multihead.record.analysis.roles import roles, rows_with_roles
@@ -42,9 +43,6 @@ MAX_UNPOOLED_SIZE = 96
 
 MAX_LOOKING_HEADS, MAX_LOOKING_QUERIES = 8, 3
 """Numbers of heads, and of queries per head, that are listed as looking most at a token."""
-
-MARGIN_STATISTICS = ("received", "entropy")
-"""Statistics drawn at the margins of a map: "received" per key below the map, "entropy" per query at its right."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,8 +202,8 @@ def describe_sample(
         "facts": facts_of_record(record, profiles, [each.length for each in (main, *others)], sample=sample, lang=lang),
         "pattern": name_masks(profiles, lang),
         "texts": [each.layout for each in shown],
-        "received": _attention_received_per_token(record, layers, sample, main.length),
-        "labels": {name: describe_column(record.statistic(name), lang)["label"] for name in MARGIN_STATISTICS},
+        RECEIVED.name: _attention_received_per_token(record, layers, sample, main.length),
+        "labels": {name: describe_column(record.statistic(name), lang)["label"] for name in MARGINS_OF_MAP},
         "layers": layers,
         "noMaps": "" if any(layer["maps"] for layer in layers) else text("page.no maps", lang),
         "kinds": [kinds for one in profiles for kinds in one.kinds],
@@ -369,7 +367,7 @@ def _describe_layer(
         "maps": bool(blocks),
         "blocks": blocks,
         "rows": "all" if one.keeps_weights else "",
-        "margins": [name for name in MARGIN_STATISTICS if name in one.statistics],
+        "margins": [name for name in MARGINS_OF_MAP if name in one.statistics],
         "queryText": query_text,
         "keyText": key_text,
     }
@@ -403,7 +401,7 @@ def stored_small_maps(sample: SampleRecord) -> Tensor | None:
     """Return the small maps that a record stores, if a page shows them."""
     if sample.keeps_weights and small_map_level(sample) == 0:
         return None
-    pooled = sample.statistics.get("pooled_map")
+    pooled = sample.statistics.get(POOLED_MAP.name)
     return None if pooled is None or max(pooled.shape[1:]) > MAX_COARSEST_SIDE else pooled
 
 
@@ -428,7 +426,7 @@ def _find_or_append_text(text: Text, length: int, texts: list[PageText], *, name
 def margin_of_map(sample: SampleRecord, head: int, name: str) -> Tensor:
     """Return the numbers drawn at a margin of a head's map: the mean weight (keys,) or entropy (queries,)."""
     values = sample.statistics[name][head].double()
-    return values / max(1, sample.num_queries) if name == "received" else values
+    return values / max(1, sample.num_queries) if MARGINS_OF_MAP[name].axes == "keys" else values
 
 
 def _attention_received_per_token(
@@ -438,8 +436,8 @@ def _attention_received_per_token(
     total, heads = torch.zeros(tokens, dtype=torch.float64), 0
     for layer, described in zip(record.layers, layers, strict=True):
         one = layer.sample(sample)
-        if described["keyText"] == 0 and one.num_keys == tokens and "received" in one.statistics:
-            total += one.statistics["received"].double().sum(0) / max(1, one.num_queries)
+        if described["keyText"] == 0 and one.num_keys == tokens and RECEIVED.name in one.statistics:
+            total += one.statistics[RECEIVED.name].double().sum(0) / max(1, one.num_queries)
             heads += one.num_heads
     return round_all_for_json(total / heads) if heads else None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from starlette.routing import Route
 
+from multihead.probes.choices import MARGINS_OF_MAP
 from multihead.record.analysis.similar import describe_layer_numbers
 from multihead.viewer import downloads
 from multihead.viewer.levels import (
@@ -19,7 +20,6 @@ from multihead.viewer.levels import (
     number_of_levels,
 )
 from multihead.viewer.payload import (
-    MARGIN_STATISTICS,
     RecordedRun,
     changed_heads,
     describe_run,
@@ -201,9 +201,9 @@ class Viewer(WebSite):
         """Return a statistic per key or per query, which is drawn at a margin of a head's map."""
         *_, head, one = self._requested_head(request)
         name = request.path_params["name"]
-        if name not in MARGIN_STATISTICS or name not in one.statistics:
+        if name not in MARGINS_OF_MAP or name not in one.statistics:
             raise NotFoundError(
-                f"The record has no statistic {name[:40]!r} per token.", f"Request {' or '.join(MARGIN_STATISTICS)}."
+                f"The record has no statistic {name[:40]!r} per token.", f"Request {' or '.join(MARGINS_OF_MAP)}."
             )
         return floats_response(margin_of_map(one, head, name).numpy())
 

@@ -14,6 +14,7 @@ from multihead.errors import ProbeError
 from multihead.kinds import KINDS, Kind, kinds_named
 from multihead.locale.escaping import escape_controls, isolate_direction, label_of_token
 from multihead.locale.texts import section
+from multihead.probes.catalogue import MEAN_DISTANCE
 from multihead.record.chance import (
     exceeds_chance,
 )
@@ -227,7 +228,7 @@ def _heads_of_topic(
     Without a topic, yield the heads with a large mean distance and no kind in `near`.
     """
     for layer, one in enumerate(profiles):
-        found = one.evidence.get("mean_distance") if topic is None else evidence_of_kind(topic, one.evidence)
+        found = one.evidence.get(MEAN_DISTANCE.name) if topic is None else evidence_of_kind(topic, one.evidence)
         if found is None or (topic is None and one.cross_attention):
             continue
         if topic is None:
@@ -245,7 +246,7 @@ def _heads_of_topic(
 
 def _describe_count(topic: Kind | None, profiles: Sequence[LayerKinds], words: Mapping[str, str]) -> str:
     if topic is None:
-        values = torch.cat([one.means["mean_distance"] for one in profiles if "mean_distance" in one.means])
+        values = torch.cat([one.means[MEAN_DISTANCE.name] for one in profiles if MEAN_DISTANCE.name in one.means])
         return words["count.mean"].format(value=f"{float(values.nanmean()):.1f}")
     layers = Counter(layer for layer, *_ in _heads_of_topic(topic, profiles))
     number, heads = sum(layers.values()), sum(len(one.kinds) for one in profiles)

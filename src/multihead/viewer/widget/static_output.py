@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from multihead.locale.texts import statistic_label, text
+from multihead.probes.catalogue import POOLED_MAP
+from multihead.probes.choices import FOCUS
 from multihead.record.plots import end_of_color_scale, import_pyplot, report_colormap
 
 if TYPE_CHECKING:
@@ -62,17 +64,17 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
     ones = [layer.sample() if layer.samples else None for layer in record.layers]
     cells = max((one.num_queries * one.num_keys for one in ones if one is not None), default=0)
     number = MAX_COMPUTED_WEIGHTS // max(1, cells) if record.keeps_weights else 0
-    if all(one is not None and "pooled_map" in one.statistics for one in ones):
+    if all(one is not None and POOLED_MAP.name in one.statistics for one in ones):
         number = len(heads)  # all heads have stored maps, so no weight must be computed
     whole = number >= len(heads)
     means = [] if whole else [layer.summary("mean") for layer in record.layers]
     if number < min(len(heads), _MAPS_PER_ROW // 2):
-        name = "entropy" if all("entropy" in each for each in means) else next(iter(means[0]))
+        name = FOCUS.name if all(FOCUS.name in each for each in means) else next(iter(means[0]))
         figure = record.plot(name).figure
         label = statistic_label(name, lang, record.statistic(name).label)
         return _png_in_few_colours(figure), text("widget.statistic", lang, label=label)
     if not whole:
-        heads.sort(key=lambda at: float(means[at[0]]["entropy"][at[1]]) if "entropy" in means[at[0]] else math.inf)
+        heads.sort(key=lambda at: float(means[at[0]][FOCUS.name][at[1]]) if FOCUS.name in means[at[0]] else math.inf)
         heads = sorted(heads[: max(number // _MAPS_PER_ROW * _MAPS_PER_ROW, _MAPS_PER_ROW // 2)])
     rows = len(record.layers) if whole else math.ceil(len(heads) / _MAPS_PER_ROW)
     across = max(layer.num_heads for layer in record.layers) if whole else min(_MAPS_PER_ROW, len(heads))
@@ -104,8 +106,8 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
 
 
 def _small_map(sample: Any, head: int) -> Any:
-    if "pooled_map" in sample.statistics:
-        return sample.statistics["pooled_map"][head].float().numpy()
+    if POOLED_MAP.name in sample.statistics:
+        return sample.statistics[POOLED_MAP.name][head].float().numpy()
     return sample.map(head, bins=MAX_CELLS_PER_MAP_SIDE).numpy()
 
 
