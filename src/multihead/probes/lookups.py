@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from multihead.errors import ArgumentError
 from multihead.kernels.dense_tile import working_dtype
@@ -18,24 +19,32 @@ def weight_at_offset(call: MeasuredCall, offset: int) -> Tensor:
     """Return each query's weight on the key at an offset from its position: (batch, heads, queries), 0 if hidden."""
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise ArgumentError(f"offset is {offset!r}.", "Give an integer, such as -1 for the key before the query.")
-    return weight_at_keys(call, call.positions + offset)
+    keys, start = call.positions + offset, call.request.query_start
+    if isinstance(start, Tensor) or not call.request.shape.key_length:
+        return weight_at_keys(call, keys)
+    # The key of query i is key i + start + offset in every sample: a product of shifted rows, which copies no keys.
+    shape, shift = call.request.shape, start + offset
+    first, stop = (min(max(place - shift, 0), shape.query_length) for place in (0, shape.key_length))
+    stop = max(first, stop)
+    q, k = _queries_and_keys(call)
+    product = torch.linalg.vecdot(q[:, :, :, first:stop], k[:, :, first + shift : stop + shift][:, :, None])
+    product = pad(product.flatten(1, 2), (first, shape.query_length - stop))
+    return _weights_of_products(call, product[..., None], keys[..., None])[..., 0]
 
 
 def weight_at_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
     """Return each query's weight on one key, given by (batch, queries) int64: (batch, heads, queries), 0 if hidden."""
-    request, shape = call.request_without_nonfinite, call.request.shape
+    shape = call.request.shape
     if not shape.key_length:
         return torch.zeros_like(call.finite_logsumexp)
     keys = keys[..., None]
     clamped = keys.clamp(0, shape.key_length - 1)
-    dtype = working_dtype(shape.dtype)
+    q, k = _queries_and_keys(call)
     if shape.batch == 1:  # index_select copies whole rows, and is faster than gather
-        k = request.k.to(dtype).index_select(2, clamped.flatten())[:, :, None]  # (1, kv_heads, 1, queries, head_dim)
+        k = k.index_select(2, clamped.flatten())  # (1, kv_heads, queries, head_dim)
     else:
-        index = clamped[:, None].expand(-1, shape.num_kv_heads, -1, shape.head_dim)
-        k = request.k.to(dtype).gather(2, index)[:, :, None]  # (batch, kv_heads, 1, queries, head_dim)
-    q = request.q.to(dtype).unflatten(1, (shape.num_kv_heads, -1))  # (batch, kv_heads, group, queries, head_dim)
-    return _weights_of_products(call, torch.linalg.vecdot(q, k).flatten(1, 2)[..., None], keys)[..., 0]
+        k = k.gather(2, clamped[:, None].expand(-1, shape.num_kv_heads, -1, shape.head_dim))
+    return _weights_of_products(call, torch.linalg.vecdot(q, k[:, :, None]).flatten(1, 2)[..., None], keys)[..., 0]
 
 
 def weight_after_dropped_key(call: MeasuredCall, id_before: Tensor) -> Tensor:
@@ -71,18 +80,24 @@ def weight_on_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
 
     Memory is KEYS_PER_STEP numbers per query and head.
     """
-    request, shape = call.request_without_nonfinite, call.request.shape
+    shape = call.request.shape
     total = torch.zeros_like(call.finite_logsumexp)
     if not shape.key_length:
         return total
-    dtype = working_dtype(shape.dtype)
-    q = request.q.to(dtype).unflatten(1, (shape.num_kv_heads, -1)).flatten(2, 3)
+    q, k = _queries_and_keys(call)
     for some in keys.split(KEYS_PER_STEP, 1):
         index = some.clamp(0, shape.key_length - 1)[:, None, :, None]
-        k = request.k.to(dtype).gather(2, index.expand(-1, shape.num_kv_heads, -1, shape.head_dim))
-        product = (q @ k.mT).view(*total.shape, some.shape[1])  # (batch, heads, queries, n)
+        chosen = k.gather(2, index.expand(-1, shape.num_kv_heads, -1, shape.head_dim))
+        product = (q.flatten(2, 3) @ chosen.mT).view(*total.shape, some.shape[1])  # (batch, heads, queries, n)
         total += _weights_of_products(call, product, some[:, None].expand(-1, shape.query_length, -1)).sum(-1)
     return total
+
+
+def _queries_and_keys(call: MeasuredCall) -> tuple[Tensor, Tensor]:
+    """Return q, (batch, kv_heads, group, queries, head_dim), and k, in the dtype in which weights are computed."""
+    request, dtype = call.request_without_nonfinite, working_dtype(call.request.shape.dtype)
+    q = request.q.to(dtype).unflatten(1, (call.request.shape.num_kv_heads, -1))
+    return q, request.k.to(dtype)
 
 
 def _weights_of_products(call: MeasuredCall, product: Tensor, keys: Tensor) -> Tensor:
