@@ -416,6 +416,10 @@ class TestRefusals:
         assert self.refusal(ProbeError, probes=[probes.tokens_mass("punctuation")]) == (
             "punctuation_mass needs a set of tokens. Give their ids: probes.tokens_mass('punctuation', ids)."
         )
+        part = ("tokens_mass", "digits")
+        assert self.refusal(ProbeError, probes=[probes.Probe("other", lambda parts: 1 - parts[part], {part})]) == (
+            "other needs a set of tokens. Give their ids: probes.tokens_mass('digits', ids)."
+        )
 
     def test_a_pooling_that_does_not_exist(self) -> None:
         assert self.refusal(ArgumentError, map_pool="sum") == 'map_pool is \'sum\'. Give "mean" or "max".'
