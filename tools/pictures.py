@@ -43,8 +43,10 @@ FRAME = (960, 600)  # pixels of the animation
 BARE = """.left, .bar, .foot { display: none !important; }
 .one { grid-template: minmax(0, 1fr) / minmax(0, 1fr) 340px !important; }"""
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+# The maps of layers outside of the window are not drawn.
 READY = """() => document.documentElement.dataset.saved === 'true' && (document.getElementById('one').hidden
-  ? [...document.querySelectorAll('.gr .ink')].every(canvas => canvas.style.width)
+  ? [...document.querySelectorAll('.gr .ink')].every(canvas => canvas.style.width
+      || canvas.parentElement.getBoundingClientRect().top > innerHeight)
   : document.getElementById('map').dataset.whole === 'true' && document.getElementById('read').ariaBusy === 'false')"""
 
 
