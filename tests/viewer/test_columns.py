@@ -19,6 +19,7 @@ def test_a_label_and_a_unit_are_in_the_language_of_the_page() -> None:
         "unit": "tokens",
         "format": ".1f",
         "about": "",
+        "focus": False,
     }
     assert describe_column(statistic("mean_distance"), "zh") == {
         "id": "mean_distance",
@@ -26,6 +27,7 @@ def test_a_label_and_a_unit_are_in_the_language_of_the_page() -> None:
         "unit": "词元",
         "format": ".1f",
         "about": "",
+        "focus": False,
     }
 
 
@@ -38,9 +40,14 @@ def test_a_statistic_of_a_script_keeps_its_label_and_unit_in_every_language() ->
             "unit": "nats per key",
             "format": ".3g",
             "about": "",
+            "focus": False,
         }
     probe = Probe("last_mass", itemgetter("entropy"), {"entropy"}, about="the last key\x1b")
     assert describe_column(probe, "en")["about"] == "the last key\\x1b"
+
+
+def test_tables_are_sorted_by_the_entropy_at_first() -> None:
+    assert [name for name, probe in PROBES.items() if describe_column(probe, "en")["focus"]] == ["entropy"]
 
 
 def test_separators_have_the_column_after_special_tokens() -> None:

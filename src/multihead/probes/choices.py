@@ -56,7 +56,8 @@ WITH_MAXIMUM = (LARGEST_SCORE,)
 """Statistics of which `Watch` and a summary keep the exact maximum, because it limits a training step."""
 
 FOCUS = ENTROPY
-"""The statistic whose lowest means are shown first where a picture has room for some heads only."""
+"""The statistic by which pages sort their tables at first, and whose lowest mean is the head that a page opens with and
+a picture without room for all heads begins with."""
 
 MARGINS_OF_MAP: dict[str, Probe] = {probe.name: probe for probe in (RECEIVED, ENTROPY)}
 """Name -> statistic drawn at a margin of a head's map: per key below the map, per query at its right. Pages measure

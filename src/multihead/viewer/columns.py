@@ -9,19 +9,21 @@ from multihead.kinds import MIXED, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import statistic_label, unit_label
 from multihead.probes.catalogue import LARGEST_KEY, PROBES, REPEAT_PROBES, SEPARATOR_STATISTIC, statistic
+from multihead.probes.choices import FOCUS
 from multihead.probes.probe import Probe, Statistic
 from multihead.record.profiles import LayerKinds
 
 
-def describe_column(shown: Statistic, lang: str) -> dict[str, str]:
+def describe_column(shown: Statistic, lang: str) -> dict[str, Any]:
     """Describe the column of a statistic in the tables of a page.
 
     Returns:
         id (the name of the statistic, also used in addresses and filters), label and unit in the page's language (""
-        for no unit), format, see `Statistic.number_format`, and about: the definition of a probe, in English.
+        for no unit), format, see `Statistic.number_format`, about: the definition of a probe, in English, and focus:
+        whether tables are sorted by this column at first, the lowest numbers above.
 
     >>> describe_column(Statistic("late_mass", label="late", number_format="share"), "en")
-    {'id': 'late_mass', 'label': 'late', 'unit': '%', 'format': 'share', 'about': ''}
+    {'id': 'late_mass', 'label': 'late', 'unit': '%', 'format': 'share', 'about': '', 'focus': False}
     """
     return {
         "id": shown.name,
@@ -29,6 +31,7 @@ def describe_column(shown: Statistic, lang: str) -> dict[str, str]:
         "unit": escape_controls(unit_label(shown.unit, lang)),
         "format": shown.number_format,
         "about": escape_controls(shown.about) if isinstance(shown, Probe) and shown.name not in PROBES else "",
+        "focus": shown.name == FOCUS.name,
     }
 
 

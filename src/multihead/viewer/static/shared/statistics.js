@@ -13,10 +13,10 @@ function writer(format) {
 
 // One statistic: values per head; full(i), if given, is the largest value possible for head i; chance, if known, is what
 // an even spread over the visible keys gives, per head.
-export function statistic({ id, label, unit, format, about }, values, full, chance = []) {
+export function statistic({ id, label, unit, format, about, focus = false }, values, full, chance = []) {
   const show = writer(format), percentage = format === 'share', max = Math.max(1e-9, ...values.filter(known)), top = percentage ? () => 1 : full ?? (() => max);
   return {
-    id, label, about, values, unit, times: percentage ? 100 : 1, percentage,
+    id, label, about, focus, values, unit, times: percentage ? 100 : 1, percentage,
     filled: i => known(values[i]) ? values[i] / (top(i) || 1) : 0,
     number: i => known(values[i]) ? show(values[i]) : '–',
     text: i => known(values[i]) ? show(values[i]) + (percentage ? NBSP + '%' : '') : '–',

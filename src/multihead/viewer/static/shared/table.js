@@ -14,10 +14,10 @@ export function showRows(all) { shown = all ? Infinity : FIRST; }
 // with a new order; why: a sentence on a filter that cannot match, or ''.
 export function table({ kinds, statistics, link, path, passes, order, reorder, why, marks }) {
   const again = order => table({ kinds, statistics, link, path, passes, order, reorder, why, marks });
-  const sorting = order || (statistics.some(one => one.id === 'entropy') ? 'entropy' : 'head'), falling = sorting.startsWith('-'), by = sorting.replace(/^-/, '');
+  const first = statistics.find(one => one.focus)?.id ?? 'head', sorting = order || first, falling = sorting.startsWith('-'), by = sorting.replace(/^-/, '');
   const heading = (id, label, words, note = '') => {
     const turn = () => {
-      const next = (by === id ? !falling : !words && id !== 'entropy') ? '-' + id : id;
+      const next = (by === id ? !falling : !words && id !== first) ? '-' + id : id;
       reorder(next);
       again(next);
       $('cols').querySelector('[aria-sort] button').focus();

@@ -81,10 +81,10 @@ export function grid(record, passes, goTo) {
   if (held) focusHead(lit);
 }
 
-// The head selected at first: that of the first finding, else the one with the lowest entropy.
+// The head selected at first: that of the first finding, else the most focused one.
 function firstLit(record) {
   if (record.findings.length) return Math.max(0, record.index(record.findings[0].layer, record.findings[0].head));
-  const values = record.metrics.find(one => one.id === 'entropy')?.values ?? [];
+  const values = record.metrics.find(one => one.focus)?.values ?? [];
   return record.heads.reduce((best, _, i) => known(values[i]) && values[i] < (values[best] ?? Infinity) ? i : best, 0);
 }
 
