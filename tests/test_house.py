@@ -115,27 +115,8 @@ NAMED_BY_STRING = {  # file -> the words, and why they name no statistic and no 
     "interventions/means.py": ({"position"}, "the same option"),
     "record/loading.py": ({"logsumexp"}, "a tensor of the file"),
     "viewer/census_page.py": ({"position"}, "the column about an example"),
-    "kernels/native/statistics.py": (
-        {
-            *("distance_spread", "entropy", "first_keys_mass", "largest_key", "largest_weight", "mean_distance"),
-            *("offset_mass", "pooled_map", "received", "tokens_mass"),
-        },
-        "rewritten next",
-    ),
-    "observation/measuring.py": ({"first_keys_mass", "position", "tokens_mass"}, "rewritten next"),
-    "observation/recorder.py": (
-        {"coverage", "duplicate_mass", "induction_mass", "pooled_map", "received", "sink_mass"},
-        "rewritten next",
-    ),
-    "parallel/measuring.py": (
-        {"distance_spread", "entropy", "largest_key", "largest_weight", "logsumexp", "mean_distance"},
-        "rewritten next",
-    ),
     "record/analysis/changes.py": ({"special_mass"}, "rewritten next"),
-    "record/batch.py": ({"largest_key"}, "rewritten next"),
-    "record/merging.py": ({"coverage", "received"}, "rewritten next"),
     "record/profiles.py": ({"first_mass", "special_mass"}, "rewritten next"),
-    "record/sample.py": ({"coverage", "largest_key", "pooled_map", "received"}, "rewritten next"),
     "record/visibility.py": (
         {"_mass", "largest_weight", "mean_distance", "next_mass", "previous_mass", "self_mass"},
         "rewritten next",

@@ -18,7 +18,8 @@ from benchmarks.native.definition import Defined, defined, defined_gradients
 from multihead import masks
 from multihead.functional import request_of
 from multihead.kernels.native import kernel, library
-from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT, sum_weights_per_key
+from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, sum_weights_per_key
+from multihead.kernels.parts import SPECIAL_MASS
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.positions import TilePositions
 
@@ -194,7 +195,7 @@ def statistics(kind: str, length: int, dim: int, dtype: str, *, rising: bool = F
     request = request_of(q, k, v, mask)
     bounds = bounds_of(request)
     watched = replace(
-        request, requested_statistics=PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT}
+        request, requested_statistics=PARTS_OF_ONE_PASS - {SPECIAL_MASS.name}
     )  # these need the special keys as an input
     right = defined(q, k, v, mask)
 

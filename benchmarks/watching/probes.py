@@ -32,8 +32,8 @@ from multihead import masks
 from multihead.functional import attend, request_of
 from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.native import kernel
-from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT
-from multihead.kernels.parts import PartName
+from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS
+from multihead.kernels.parts import SPECIAL_MASS, PartName
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.probes import DEFAULT, PROBES, Probe, ProbeContext, first_keys_mass, offset_mass, tokens_mass
 from multihead.probes.statistics import complete_statistics, possible_probes, resolve_probes
@@ -110,7 +110,7 @@ def _share(
     if kernel.refusal(request, bounds) is None:
         # The special keys are known only after the call.
         on_the_way = frozenset[PartName]().union(*(probe.parts for probe in probes)) & (
-            PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT}
+            PARTS_OF_ONE_PASS - {SPECIAL_MASS.name}
         )
     left = [probe for probe in probes if not probe.parts <= on_the_way]
     watched = replace(request, requested_statistics=on_the_way)

@@ -8,9 +8,8 @@ import pytest
 
 from multihead.errors import ArgumentError
 from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, PARTS_OF_SECOND_PASS
-from multihead.kernels.parts import PART_FAMILIES, PARTS, check_part
+from multihead.kernels.parts import PART_FAMILIES, PARTS, part_named
 from multihead.probes import PROBES
-from multihead.probes.statistics import POSITION_PARTS
 from multihead.probes.streaming import STREAMED_PARTS
 
 
@@ -20,7 +19,7 @@ from multihead.probes.streaming import STREAMED_PARTS
 )
 def test_an_unknown_part_is_refused_with_those_that_exist(part: Any) -> None:
     with pytest.raises(ArgumentError) as refusal:
-        check_part(part)
+        part_named(part)
     assert str(refusal.value) == (
         f"There is no part {part!r}. Give some of 'entropy', 'mean_distance', 'distance_spread', 'largest_weight', "
         "'largest_key', 'sink_mass', 'logsumexp', 'position', 'duplicate_mass', 'induction_mass', 'contribution', "
@@ -30,10 +29,10 @@ def test_an_unknown_part_is_refused_with_those_that_exist(part: Any) -> None:
 
 def test_kernels_streaming_and_probes_name_parts_of_the_vocabulary_alone() -> None:
     probed = {part for probe in PROBES.values() for part in probe.parts}
-    for part in PARTS_OF_ONE_PASS | PARTS_OF_SECOND_PASS | STREAMED_PARTS | POSITION_PARTS | probed:
-        check_part(part)
+    for part in PARTS_OF_ONE_PASS | PARTS_OF_SECOND_PASS | STREAMED_PARTS | probed:
+        assert part_named(part).name == part
 
 
 def test_every_part_has_a_definition() -> None:
-    assert all(PARTS.values())
-    assert all(definition for _, definition in PART_FAMILIES.values())
+    assert all(part.about for part in PARTS.values())
+    assert all(family.of_any.about for family in PART_FAMILIES.values())

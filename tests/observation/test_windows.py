@@ -76,9 +76,11 @@ def means(layer: list[list[Tensor]]) -> dict[str, Tensor]:
         "first_mass": torch.cat([each[:, :, 0] for each in windows], 1).mean(1),
         "previous_mass": torch.cat([each.diagonal(-1, 1, 2) for each in windows], 1).mean(1),
         "largest_weight": torch.cat([each.amax(-1) for each in windows], 1).mean(1),
-        "position": torch.cat([torch.arange(len(each[0])).expand(len(each), -1) for each in windows], 1)
+        # Tokens are numbered in the whole picture, whose windows follow each other.
+        "position": torch.cat([torch.arange(sum(len(each[0]) for each in sample)) for sample in layer])
         .double()
-        .mean(1),
+        .mean()
+        .expand(len(windows[0])),
     }
 
 

@@ -100,8 +100,33 @@ def test_statistics_are_those_of_one_process(four: Processes, strategy: str, lay
 
 def test_equal_largest_weights_take_the_first_key() -> None:
     like = torch.zeros(1, 1, 1)
-    merged = measuring.MergedStatistics(frozenset({"largest_key"}), like)
-    part = {"largest_weight": torch.full_like(like, 0.5), "largest_key": torch.ones_like(like, dtype=torch.int64)}
-    for first_key in (8, 4):
-        merged.add(slice(0, 1), first_key, torch.zeros_like(like), part)  # type: ignore[arg-type]
-    assert merged.results(torch.full_like(like, 2.0).log())["largest_key"].item() == 5
+    for distance in (0.0, 1e-7, -1e-7):  # the weights differ by less than the rounding of the logsumexp
+        merged = measuring.MergedStatistics(frozenset({"largest_key"}), like)
+        for key, weight in ((9, 0.5), (5, 0.5 + distance)):
+            part: dict[PartName, torch.Tensor] = {
+                "largest_weight": torch.full_like(like, weight),
+                "largest_key": torch.full_like(like, key, dtype=torch.int64),
+            }
+            merged.add(slice(0, 1), torch.zeros_like(like), part)
+        assert merged.results(torch.full_like(like, 2.0).log())["largest_key"].item() == 5
+
+
+def test_a_position_is_that_of_the_subset_of_which_a_query_sees_a_key() -> None:
+    merged = measuring.MergedStatistics(frozenset({"position", "largest_key"}), torch.zeros(1, 1, 2))
+    lacks_first = torch.tensor([[[-torch.inf, 0.0]]])
+    for seen in (lacks_first, lacks_first.flip(-1)):
+        found = {
+            "position": torch.tensor([[[3.0, 4.0]]]).where(seen == 0, 0),
+            "largest_weight": seen.exp(),
+            "largest_key": torch.tensor([[[1, 2]]]).where(seen == 0, -1),
+        }
+        merged.add(slice(0, 2), seen, found)
+    results = merged.results(torch.zeros(1, 1, 2))
+    assert {name: value[0, 0].tolist() for name, value in results.items()} == {
+        "position": [3, 4],
+        "largest_key": [1, 2],
+    }
+
+
+def test_a_part_that_does_not_combine_is_left_to_a_measurement_over_all_keys() -> None:
+    assert measuring.MergedStatistics(frozenset({"received", "output_norm"}), torch.zeros(1, 1, 1)).parts == {}

@@ -219,6 +219,8 @@ class Reader(nn.Module):
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.normal_(std=0.5, generator=made)
+            if case.equal:  # the keys of all calls are equal to the bit
+                self.layer.k_proj.weight.zero_()
         self.to(case.dtype).eval()
 
     def forward(self, input_ids: Tensor, memory: Tensor | None = None, pack: Any = None, **options: Any) -> Tensor:
@@ -881,8 +883,6 @@ class Unmended:
         return all(not name or any(fnmatchcase(name, each) for each in patterns) for name, patterns in of_cell)
 
 
-_RECORDS = ("*, cpu", "*, device", "*, statistics", "*, files")
-_INDEX = ("largest_key", "position and largest_key")
 UNMENDED = (
     Unmended(
         'a histogram of keep="summary" counts negative values as 0, those of a census do not: one accumulator for all',
@@ -891,64 +891,10 @@ UNMENDED = (
         readings=("quantiles",),
     ),
     Unmended(
-        "a census numbers the largest key in the packed row where a probe reads it, and shifts the statistic of that "
-        "name afterwards: a part that is an index is numbered in its text where it is measured",
-        ("census",),
-        labels=_INDEX,
-    ),
-    Unmended(
-        "a call of a cache that dropped keys numbers the largest key from the first key of the call, and the statistic "
-        "of that name is shifted afterwards: a part that is an index is numbered in its text where it is measured",
-        ("cache, window, *", "cache of a batch, window, *", "generation, window, *"),
-        labels=_INDEX,
-    ),
-    Unmended(
-        "ranks merge the position of a query as a weighted sum over their keys: a part says how pieces of it combine",
-        ("ring, *",),
-        ("queries",),
-        ("position", "position and *"),
-    ),
-    Unmended(
-        "records know statistics per key by the names of the built-in ones: a statistic says what its axes are",
-        _RECORDS,
-        ("keys",),
-    ),
-    Unmended(
-        "records know statistics per map by the name of the built-in one: a statistic says what its axes are",
-        _RECORDS,
-        ("map",),
-    ),
-    Unmended(
-        "whether a query has a key at an offset is decided in each call of a cache: what counts is a matter of the "
-        "text",
-        ("cache, *", "cache of a batch, *", "generation, *"),
-        labels=("entropy, counted offset +2", "offset_mass [13]", "next_mass, built in"),
-    ),
-    Unmended(
-        'a batch that was not yet cut into texts counts all queries where a statistic counts "repeated" ones: one '
-        "function measures, and decides what counts",
-        ("one by one, *", "padded right, *", "packed, *", "hugging face, *", "cache, *", "heads, *"),
-        ("kernel",),
-        ("entropy, counted repeated",),
-    ),
-    Unmended(
         "the tokens of a text that is padded on the left are read from the start of its row: one value says which "
         "token belongs to which text",
         ("padded left*",),
         labels=("*tokens_mass*", "special_mass*", "few_mass*", "duplicate_mass*", "induction_mass*", "*repeated"),
-    ),
-    Unmended(
-        "equal weights in several pieces of the keys differ by rounding, so that the largest key is not the first of "
-        "them: pieces of an index combine by the scores",
-        ("equal tokens, *", "ring, equal tokens, *"),
-        labels=(*_INDEX, "largest_key, built in"),
-    ),
-    Unmended(
-        "a batch that was not yet cut into texts is sent to other ranks with the functions of its probes, which cannot "
-        "be pickled: a record keeps statistics, and no functions",
-        ("heads, cpu",),
-        ("kernel",),
-        readings=("values",),
     ),
 )
 

@@ -132,4 +132,4 @@ def test_both_pages_list_every_part() -> None:
     for page in ("probes.md", "probes.zh.md"):
         text = (DOCS / page).read_text(encoding="utf-8")
         assert all(f'| `"{part}"` |' in text for part in PARTS)
-        assert all(f'| `("{family}", {kind.__name__})` |' in text for family, (kind, _) in PART_FAMILIES.items())
+        assert all(f'| `("{name}", {family.argument.__name__})` |' in text for name, family in PART_FAMILIES.items())

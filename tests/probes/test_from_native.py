@@ -9,8 +9,8 @@ from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.call import AttentionCall, AttentionResult
 from multihead.kernels.dense_tile import visible_cells
-from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT, SPECIAL_KEYS_WEIGHT
-from multihead.kernels.parts import PartName
+from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
+from multihead.kernels.parts import SPECIAL_MASS, PartName
 from multihead.probes.context import ProbeContext
 from multihead.probes.from_native import measurable_parts, measure
 from multihead.probes.lookups import weight_at_offset, weight_on_first_keys
@@ -48,7 +48,7 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
     tiled, on_special = measure_in_tiles(subject, PARTS - GATHERED, special[:, None, :, None].expand(-1, 2, -1, 1))
     assert on_special is not None
     tiled |= {part: weight_at_offset(subject, int(part[1])) for part in GATHERED if part[0] == "offset_mass"}
-    tiled |= {FIRST_KEY_WEIGHT: weight_on_first_keys(subject, 1), SPECIAL_KEYS_WEIGHT: on_special[..., 0]}
+    tiled |= {FIRST_KEY_WEIGHT: weight_on_first_keys(subject, 1), SPECIAL_MASS.name: on_special[..., 0]}
     for part, value in tiled.items():
         # What a row that sees nothing comes to is decided later.
         left_out = torch.zeros_like(value, dtype=torch.bool)
@@ -61,7 +61,7 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
 
 def test_parts_that_the_kernel_would_measure_otherwise_are_not_available() -> None:
     context = ProbeContext(first_key=1, map_pool="max")
-    assert measurable_parts(context, {FIRST_KEY_WEIGHT, "pooled_map", SPECIAL_KEYS_WEIGHT, "received"}) == {"received"}
+    assert measurable_parts(context, {FIRST_KEY_WEIGHT, "pooled_map", SPECIAL_MASS.name, "received"}) == {"received"}
 
 
 def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from multihead.errors import ModelError
 from multihead.functional import attend
 from multihead.kernels.call import AttentionCall, AttentionRequest
-from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT, SPECIAL_KEYS_WEIGHT
-from multihead.kernels.parts import PartName
+from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
+from multihead.kernels.parts import FIRST_KEYS_MASS, SPECIAL_MASS, TOKENS_MASS, PartName
 from multihead.observation.output_projection import output_weight
 from multihead.probes.context import MAP_SIZE, PoolOperation, ProbeContext
 from multihead.probes.lookups import weight_at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import complete_statistics, parts_of_probes, possible_probes
-from multihead.record.batch import SampleSpans, shift_all_key_indices
+from multihead.record.batch import SampleSpans
 from multihead.record.chance import with_zero_scores
 from multihead.record.summaries import MeasuredStatistic, occurred_before, queries_that_count
 from multihead.record.token_ids import CallTokenIds, is_among
@@ -82,7 +82,7 @@ class StatisticsMeasurer:
                 compared = (ids if distinct is None else distinct).to(shape.device)
             for probe in self.probes:
                 for part in probe.parts:
-                    if probe.tokens is not None and part[0] == "tokens_mass":
+                    if probe.tokens is not None and part[0] == TOKENS_MASS.name:
                         sets[str(part[1])] = is_among(ids, sorted(probe.tokens)).to(shape.device)
         if "output_weight" in self.needs:
             width = shape.num_heads * shape.value_dim
@@ -116,15 +116,12 @@ class StatisticsMeasurer:
             )[None]
         distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts must not match
         context = self.probe_context(request.known_origin.layer, shape, read, distinct=distinct)
+        context = replace(context, key_start=sample_spans.key_starts_in_text())
         probes, parts = possible_probes(self.probes, request, context), call.result.statistics
         if sample_spans.packed:
             missing = parts_of_probes(probes) - parts.keys()
             parts = {**parts, **_measure_packed_texts(call, sample_spans, text[0], missing, context)}
-            if "position" in missing:
-                parts["position"] = positions.to(logsumexp).expand_as(logsumexp)
-        found = shift_all_key_indices(
-            complete_statistics(request, logsumexp, probes, context, parts=parts, result=call.result), sample_spans
-        )
+        found = complete_statistics(request, logsumexp, probes, context, parts=parts, result=call.result)
         sees = real & (logsumexp.cpu() != -torch.inf)
         flat = distinct.flatten()
         where = sees, positions, num_keys, lambda: occurred_before(torch.arange(len(flat)), flat).view(real.shape)
@@ -158,8 +155,8 @@ def _measure_packed_texts(
 ) -> dict[PartName, Tensor]:
     """Measure the weights on the first keys and on the special keys of each query's own text in a packed row."""
     found: dict[PartName, Tensor] = {}
-    counts = {part: part[1] for part in missing if part[0] == "first_keys_mass" and isinstance(part[1], int)}
-    if not counts and SPECIAL_KEYS_WEIGHT not in missing:
+    counts = {part: part[1] for part in missing if part[0] == FIRST_KEYS_MASS.name and isinstance(part[1], int)}
+    if not counts and SPECIAL_MASS.name not in missing:
         return found
     logsumexp, device = call.result.logsumexp.detach(), call.request.shape.device
     measured = MeasuredCall.from_request(call.request, logsumexp, context)
@@ -173,14 +170,14 @@ def _measure_packed_texts(
         found[part] = torch.zeros_like(logsumexp)
         for place in range(min(count, int(text.bincount().max()))):
             found[part] += weight_on(start + place)  # 0 after the end of the text: not visible
-    if SPECIAL_KEYS_WEIGHT in missing and context.special_keys is not None:
+    if SPECIAL_MASS.name in missing and context.special_keys is not None:
         first = found.get(FIRST_KEY_WEIGHT, call.result.statistics.get(FIRST_KEY_WEIGHT))
         keys = token_indices_per_text(context.special_keys[0].cpu(), text)  # (most, tokens)
         if len(keys) <= MAX_LOOKED_UP_SPECIAL_KEYS:
             total = torch.zeros_like(logsumexp)
             for each in keys:
                 total += first if first is not None and torch.equal(each, start) else weight_on(each)
-            found[SPECIAL_KEYS_WEIGHT] = total
+            found[SPECIAL_MASS.name] = total
     return found
 
 

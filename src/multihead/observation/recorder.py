@@ -11,7 +11,7 @@ kernel has already computed are dropped, because they depend on positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Literal, TypeAlias
@@ -24,7 +24,7 @@ from multihead.errors import ModelError, ProbeError
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import first_key_of_samples
-from multihead.kernels.parts import PartName
+from multihead.kernels.parts import RECEIVED, SINK_MASS, PartInput, PartName, number_in_text
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.sequence_split import SequenceSplit
 from multihead.layer.sharding import RankHeads, rank_heads
@@ -39,7 +39,7 @@ from multihead.observation.patches import text_of_patches
 from multihead.observation.record import Record
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
-from multihead.probes.probe import PartValues, Probe, ProbeInput
+from multihead.probes.probe import PartValues, Probe
 from multihead.probes.statistics import (
     complete_statistics,
     drop_position_parts,
@@ -56,14 +56,13 @@ from multihead.record.batch import (
     hide_padding_queries,
     new_samples,
     restore_dropped_keys,
-    shift_all_key_indices,
     slice_call,
     slice_request,
 )
 from multihead.record.chance import content_key, visibility_key
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import RunningSummary
-from multihead.record.sample import STATISTICS_PER_KEY, SampleRecord
+from multihead.record.sample import OwnStatistics, SampleRecord
 from multihead.record.segments import ChunkedRows, Segment, append_new_keys, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
 from multihead.record.texts import Text
@@ -74,9 +73,6 @@ from multihead.tensors.shapes import AttentionShape
 Keep = Literal["cpu", "device", "statistics", "summary"]
 TokensOnRank: TypeAlias = list[tuple[tuple[int, int], slice]]
 """Tokens of this rank in a range of a split sequence: positions in the range, [first, stop); indices on the rank."""
-
-TOKEN_MATCH_PARTS: frozenset[PartName] = frozenset({"duplicate_mass", "induction_mass"})
-"""Statistics that compare the token of a key with the token of the query."""
 
 
 @dataclass(eq=False)
@@ -94,7 +90,9 @@ class _LayerCall:
         is_first: whether the call is the first one of its samples.
         is_further_window: whether the call computes a further window of the samples of the call before it.
         windows: how many consecutive rows of the batch are windows of one sample.
-        samples: returns the records of the samples.
+        samples: returns the records of the samples; without their calls if only a summary is kept.
+        waiting: returns for each sample those of its calls so far with queries that may count in a summary only because
+            of a later key; a call is a record without q and k.
         key_starts: returns the position of each sample's first key in the sequence, (samples,) int64; (1,) with 0 until
             the first call of the samples is recorded.
         num_keys: returns the number of keys of each sample in its windows so far, (samples,) int64; (1,) with 0 before
@@ -111,6 +109,7 @@ class _LayerCall:
     is_further_window: bool = False
     windows: int = 1
     samples: Callable[[], list[SampleRecord]] = list
+    waiting: Callable[[], list[list[SampleRecord]]] = list
     key_starts: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
     num_keys: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
 
@@ -143,7 +142,8 @@ class Recorder:
     # (name of a layer, number of heads) -> the layer's empty running sums, if `keep` is "summary"
     new_running_summary: Callable[[str, int], RunningSummary] = lambda _, num_heads: RunningSummary(num_heads)
     requested_statistics: frozenset[PartName] = field(init=False)
-    _counting_rules: dict[str, str] = field(init=False)  # `Probe.counted` of statistics that are not built in
+    _own_statistics: OwnStatistics = field(init=False)  # the statistics that are not built in
+    _latest_counted_offset: int = field(init=False)  # the largest offset of a key because of which a query counts
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     _previous_calls: dict[tuple[str, object], _LayerCall] = field(default_factory=dict)  # by layer and text
     _namer: LayerNamer = field(init=False)
@@ -160,7 +160,9 @@ class Recorder:
         )
         self._namer = LayerNamer(self.measurer.names, self.inputs)
         self._image_of_layer = cache(partial(text_of_patches, self.measurer.root))
-        self._counting_rules = {probe.name: probe.counted for probe in self.measurer.probes if probe.name not in PROBES}
+        self._latest_counted_offset = max((probe.counted_offset for probe in self.measurer.probes), default=0)
+        own = {probe.name: probe for probe in self.measurer.probes if probe.name not in PROBES}
+        self._own_statistics = OwnStatistics(own)
 
     @property
     def _keeps_qk(self) -> bool:
@@ -212,7 +214,7 @@ class Recorder:
         state = _LayerCall.from_call(call, layer, offset, cross_attention=cross_attention)
         if previous is not None:
             state.is_first, state.is_further_window = False, window
-            state.samples, state.key_starts = previous.samples, previous.key_starts
+            state.samples, state.key_starts, state.waiting = previous.samples, previous.key_starts, previous.waiting
             state.num_keys = previous.num_keys if window else state.num_keys
         if is_selected:
             self._add_call(call, state)
@@ -325,6 +327,9 @@ class Recorder:
         else:
             summary.add(batch.measured(), samples=batch.num_samples)
             state.samples = lambda: new_samples(new_sample, sample_spans, ids)[::windows]
+            if self._latest_counted_offset > 0:
+                batch.keep_statistics_counted_later()
+                state.waiting = lambda: [[each] for each in batch.samples]
             self.record.add(layer, ())
         return True
 
@@ -338,16 +343,15 @@ class Recorder:
         sample_spans = self._shared_spans(bare)
         own_ids = self._ids_of_whole_sequence(request, sequence)
         ids = CallTokenIds(own_ids, None, cross_attention=False, packed=False, query_start=0)
-        parts = dict(shift_all_key_indices(result.statistics, sample_spans))
+        _check_measurable_on_a_rank(self.measurer.probes)
+        parts = dict(number_in_text(result.statistics, sample_spans.key_starts_in_text(), result.logsumexp))
         if request.sinks is not None:
-            parts["sink_mass"] = sink_mass(result.logsumexp.detach(), request.sinks)
-        left_out = sample_spans.unsliceable_parts
-        parts = {part: value for part, value in parts.items() if left_out is not None and part not in left_out}
-        probes = self._probes_of_rank()
+            parts[SINK_MASS.name] = sink_mass(result.logsumexp.detach(), request.sinks)
+        parts = {part: value for part, value in parts.items() if sample_spans.sliceable.includes(part)}
         whole = replace(request, shape=bare.shape._replace(device=request.shape.device))
-        if parts_of_probes(probes) - parts.keys():
+        if parts_of_probes(self.measurer.probes) - parts.keys():
             keys = sequence.gather_tokens(request.k, 2)
-            values = sequence.gather_tokens(request.v, 2) if any("values" in probe.needs for probe in probes) else keys
+            values = sequence.gather_tokens(request.v, 2) if "values" in self.measurer.needs else keys
             whole = replace(whole, k=keys, v=values)
         attended = AttentionCall(whole, replace(result, statistics=parts))
         samples = []
@@ -362,7 +366,7 @@ class Recorder:
             rows, columns = ([indices for _, indices in tokens] for tokens in (queries, own_keys))
             sample.calls = [((0, sample.num_queries), (0, span.keys[1] - span.keys[0]))]
             sample.logsumexp.add(_slice_rows(result.logsumexp, span, rows).to(device))
-            sample.set_statistics(self._measure_queries_of_rank(attended, span, queries, sample, probes))
+            sample.set_statistics(self._measure_queries_of_rank(attended, span, queries, sample))
             if self._keeps_qk:
                 sample.q = ChunkedRows(2, [copy_contiguous(_slice_rows(request.q, span, rows), device)])
                 sample.k = ChunkedRows(2, [copy_contiguous(_slice_rows(request.k, span, columns), device)])
@@ -384,24 +388,8 @@ class Recorder:
             self._gathered_ids = own, sequence.gather_tokens(own.to(request.shape.device), 1).cpu()
         return self._gathered_ids[1]
 
-    def _probes_of_rank(self) -> tuple[Probe, ...]:
-        """Return the probes to measure for the queries of this rank, with "received" if a probe is computed from it."""
-        parts = parts_of_probes(self.measurer.probes)
-        if "pooled_map" in parts:
-            raise ProbeError(
-                "pooled_map needs the whole attention map, and this rank has only some of the queries.",
-                "Leave it out, join the records with seen.reduce(group), and call seen.layers[0].map().",
-            )
-        more = [PROBES["received"]] if "received" in parts and PROBES["received"] not in self.measurer.probes else []
-        return (*self.measurer.probes, *more)
-
     def _measure_queries_of_rank(
-        self,
-        call: AttentionCall,
-        span: SampleSpan,
-        queries: TokensOnRank,
-        sample: SampleRecord,
-        probes: tuple[Probe, ...],
+        self, call: AttentionCall, span: SampleSpan, queries: TokensOnRank, sample: SampleRecord
     ) -> dict[str, Tensor]:
         """Measure a sample's queries of this rank, in a call that has the keys and values of all ranks.
 
@@ -428,15 +416,9 @@ class Recorder:
             )
             context = self._context_of_probes(sample, part.shape, 0, request.known_origin.layer, first=True)
             context = replace(context, first_key=first_key)
-            possible = possible_probes(probes, part, context)
+            possible = possible_probes(self.measurer.probes, part, context)
             found.append(complete_statistics(part, own.logsumexp, possible, context, parts=own.statistics, result=own))
-        joined = {}
-        for name in found[0]:
-            chunks = [measured[name][0].cpu() for measured in found]
-            joined[name] = torch.stack(chunks).sum(0) if name in STATISTICS_PER_KEY else torch.cat(chunks, 1)
-        if "coverage" in joined:
-            joined["coverage"] = joined["received"].clamp(max=1)
-        return joined
+        return sample.join_queries([{name: value[0].cpu() for name, value in each.items()} for each in found])
 
     def _find_samples(self, request: AttentionRequest) -> SampleSpans:
         """Find the spans of the samples in a call; reuse the spans of the previous call if they are equal."""
@@ -503,19 +485,20 @@ class Recorder:
         Samples are measured separately if the kernel measured nothing, if a part needs other inputs, if a part cannot
         be sliced into samples, or if there is padding between the queries of a sample.
         """
-        measured, left_out = call.result.statistics, sample_spans.unsliceable_parts
-        if left_out is None:
+        measured, sliceable = call.result.statistics, sample_spans.sliceable
+        if not sliceable.any_part:
             return None
-        known: set[ProbeInput] = {"values", "output_weight", "sets"}
+        known: set[PartInput] = {"values", "output_weight", "sets"}
         if call.request.sinks is not None:
             known.add("sinks")
         if ids.queries is not None or ids.keys is not None:
             known |= {"ids", "special_keys"} if self.measurer.special_ids else {"ids"}
-        unmeasured = TOKEN_MATCH_PARTS if ids.cross_attention else frozenset[PartName]()
         parts = parts_of_probes(
-            probe for probe in self.measurer.probes if probe.needs <= known and not probe.parts & unmeasured
+            probe
+            for probe in self.measurer.probes
+            if probe.needs <= known and not (ids.cross_attention and probe.compares_tokens)
         )
-        if parts & left_out:
+        if not all(map(sliceable.includes, parts)):
             return None
         missing = parts - measured.keys()
         if missing:
@@ -538,11 +521,11 @@ class Recorder:
         if state.is_further_window or windows > 1:  # the keys of a window follow the keys of the previous window
             starts = (state.num_keys()[:, None] - sample_spans.key_lengths(windows).flip(1).cumsum(1).flip(1)).flatten()
         # In cross-attention tokens of keys are not compared with the token of the query.
-        left_out = TOKEN_MATCH_PARTS if state.cross_attention else frozenset[PartName]()
-        probes = [probe for probe in self.measurer.probes if not probe.parts & left_out]
+        probes = [each for each in self.measurer.probes if not (state.cross_attention and each.compares_tokens)]
         new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
         samples = state.samples()
-        state.samples = lambda: samples
+        waiting = state.waiting() or [[] for _ in samples]
+        state.samples, state.waiting = lambda: samples, lambda: waiting
         self.record.add(layer, ())
         for index, (span, key_start) in enumerate(zip(sample_spans.spans, starts.tolist(), strict=True)):
             sample, is_window = samples[index // windows], state.is_further_window or index % windows > 0
@@ -553,9 +536,8 @@ class Recorder:
                 alone, start = restore_dropped_keys(alone, start)
             if sample_spans.real_queries is not None:
                 alone = hide_padding_queries(alone, sample_spans.real_queries[span.sample, slice(*span.queries)])
-            shape, before = alone.request.shape, 0 if is_window else start
-            own_first = state.is_first or is_window
-            context = self._context_of_probes(sample, shape, before, request.known_origin.layer, first=own_first)
+            shape, own_first = alone.request.shape, state.is_first or is_window
+            context = self._context_of_probes(sample, shape, start, request.known_origin.layer, first=own_first)
             found = statistics_of_call(alone, probes, context)
             if sample.k is not None:
                 append_new_keys(sample.k, alone.request.k, start=start, device=device)
@@ -570,7 +552,24 @@ class Recorder:
             )
             if layer.running_summary is not None:
                 layer.running_summary.add(target.measured(), samples=int(state.is_first and not is_window))
+                if not is_window and self._latest_counted_offset > 0:
+                    self._count_later(layer.running_summary, waiting[index], target)
             self.record.add(layer, [sample])  # one call
+
+    def _count_later(self, summary: RunningSummary, waiting: list[SampleRecord], newest: SampleRecord) -> None:
+        """Add queries of earlier calls of a text that count because of keys of its newest call, which then waits."""
+        num_keys = newest.num_keys
+        for call in waiting:
+            before = call.measured(waiting[-1].num_keys)
+            now = {
+                name: each._replace(counted=each.counted & ~before[name].counted)
+                for name, each in call.measured(num_keys).items()
+            }
+            summary.add({name: each for name, each in now.items() if bool(each.counted.any())}, samples=0)
+        newest.keep_statistics_counted_later()
+        waiting.append(newest)
+        while int(waiting[0].positions[-1:].sum()) + self._latest_counted_offset < num_keys:
+            del waiting[0]
 
     def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a copy of a request without q, k, v and the origin, on the device of the record."""
@@ -594,16 +593,19 @@ class Recorder:
     def _sample_factory(self, name: str, *, cross_attention: bool = False) -> Callable[[], SampleRecord]:
         """Return a function that creates an empty sample; batches store it, so it must not refer to the recorder."""
         size, pool = self.measurer.map_size, self.measurer.map_pool
-        return partial(SampleRecord, name, size, pool, cross_attention=cross_attention, counted=self._counting_rules)
+        return partial(SampleRecord, name, size, pool, cross_attention=cross_attention, own=self._own_statistics)
 
     def _context_of_probes(
         self, sample: SampleRecord, shape: AttentionShape, start: int, caller: nn.Module, *, first: bool
     ) -> ProbeContext:
-        """Return the inputs of probes besides q and k, for a call whose first key has the index `start`."""
+        """Return the inputs of probes besides q and k, for a call whose first key has the index `start`.
+
+        With `first`, that is the first key that the queries may see.
+        """
         read, stop, ids, before = sample.growing_key_text.ids, start + shape.key_length, None, None
         if read is not None and read.length >= stop and self.measurer.needs & {"ids", "special_keys"}:
             ids = read.rows_between(start, stop)[None]
-            before = read.rows_between(start - 1, start) if start else None
+            before = None if first or not start else read.rows_between(start - 1, start)
         # In a later call the first key that the queries see may not be the sample's first key.
         first_key = None if first else -start
         context = self.measurer.probe_context(caller, shape, ids)
@@ -649,6 +651,21 @@ class Recorder:
             raise ModelError(
                 f"No layer that ran matches {' or '.join(repr(each) for each in missed)}.",
                 f"Choose among {', '.join(f'{index}: {name}' for index, name in enumerate(self._layers))}.",
+            )
+
+
+def _check_measurable_on_a_rank(probes: Iterable[Probe]) -> None:
+    """Raise a ProbeError for a statistic that cannot be computed from those of the ranks, each with some queries."""
+    for probe in probes:
+        if probe.axes == "map":
+            raise ProbeError(
+                f"{probe.name} needs the whole attention map, and this rank has only some of the queries.",
+                "Leave it out, join the records with seen.reduce(group), and call seen.layers[0].map().",
+            )
+        if probe.axes == "keys" and probe.name not in PROBES and probe.only_part is None:
+            raise ProbeError(
+                f"{probe.name} is computed from sums over all queries, and this rank has only some of them.",
+                f"Leave it out, join the records with seen.reduce(group), and compute it from {RECEIVED.name!r}.",
             )
 
 

@@ -1,129 +1,120 @@
 """Measure statistics of queries whose keys are on several ranks: separately for each subset of keys, merged exactly.
 
 If l is the logsumexp over a subset of the keys and L the logsumexp over all keys, the subset has the share exp(l - L)
-of the attention weight.
+of the attention weight. How the values of a part on two subsets combine is said by the part (`Part.combination`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import without_autocast, working_dtype
-from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
-from multihead.kernels.parts import PartName
+from multihead.kernels.parts import (
+    Combination,
+    KeySubset,
+    PartName,
+    number_in_text,
+    part_named,
+    set_empty_and_bad_queries,
+)
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.statistics import measure_parts, set_empty_and_bad_queries
+from multihead.probes.statistics import measure_parts
 
-_LARGEST_KEY, _LARGEST_WEIGHT = "largest_key", "largest_weight"
-_MEAN_DISTANCE, _DISTANCE_SPREAD = "mean_distance", "distance_spread"
-_COMPANIONS: dict[PartName, PartName] = {_DISTANCE_SPREAD: _MEAN_DISTANCE, _LARGEST_KEY: _LARGEST_WEIGHT}
+ROUNDING_STEPS = 4
+"""How many steps of its dtype, relative to its size, a logsumexp may be off."""
 
 
 @torch.no_grad()
 def measure_over_keys(
-    request: AttentionRequest, attended: AttentionResult, first_key: Tensor | int
+    request: AttentionRequest, attended: AttentionResult, key_start: int, first_key: Tensor | int
 ) -> dict[PartName, Tensor]:
     """Return the `requested_statistics` of a request on a subset of the keys, (batch, heads, queries) each.
 
-    Statistics that the kernel did not return are measured here. `first_key`, an int or (batch or 1,), is the index of
-    the sequence's first visible key, counted from the first key of the subset.
+    Statistics that the kernel did not return are measured here, and parts that do not combine are left out.
+
+    Args:
+        request: the call on the subset.
+        attended: its result.
+        key_start: number of keys before the subset.
+        first_key: index of the sequence's first visible key, counted from the first key of the subset, an int or
+            (batch or 1,).
     """
-    wanted = _add_companion_parts(request.requested_statistics)
-    known = {part: value for part, value in attended.statistics.items() if part in wanted and part != FIRST_KEY_WEIGHT}
+    wanted = frozenset(_combinations(request.requested_statistics))
+    known = {
+        part: value
+        for part, value in attended.statistics.items()
+        if part in wanted and not part_named(part).uses_first_key
+    }
+    logsumexp = attended.logsumexp.detach()
+    found = dict(number_in_text(known, key_start, logsumexp))
     with without_autocast(request.shape.device):
-        context = ProbeContext(first_key=first_key)
-        call = MeasuredCall.from_request(request, attended.logsumexp.detach(), context)
-        known |= measure_parts(call, wanted - known.keys())
-    empty, bad = attended.logsumexp == -torch.inf, attended.logsumexp.isnan()
+        call = MeasuredCall.from_request(request, logsumexp, ProbeContext(first_key=first_key, key_start=key_start))
+        found |= measure_parts(call, wanted - found.keys())
+    empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
     # The parts are sorted, because a set of strings has another order in each process, and all ranks need the same
     # order.
-    return {part: set_empty_and_bad_queries(known[part], empty, bad) for part in sorted(known, key=str)}
+    return {part: set_empty_and_bad_queries(found[part], empty, bad) for part in sorted(found, key=str)}
 
 
 class MergedStatistics:
     """Merges statistics of queries that are measured on disjoint subsets of the keys.
 
     Args:
-        wanted: names of the statistics to return.
+        wanted: names of the statistics to return, of which those that do not combine are left out.
         like: tensor (batch, heads, queries) with the sizes and the device of the statistics.
     """
 
     def __init__(self, wanted: frozenset[PartName], like: Tensor) -> None:
         self.wanted = wanted
+        self.combinations = _combinations(wanted)
         self.logsumexp = torch.full_like(like, -torch.inf, dtype=torch.float64)
-        self.sums = {
-            part: torch.zeros_like(like, dtype=torch.float64)
-            for part in _add_companion_parts(self.wanted)
-            if part not in (_LARGEST_KEY, _LARGEST_WEIGHT, "logsumexp")
+        self.parts = {
+            part: torch.full_like(self.logsumexp, -1 if part_named(part).is_integer else 0)
+            for part in self.combinations
         }
-        self.largest_score = torch.full_like(self.logsumexp, -torch.inf)
-        self.largest_key = torch.full_like(self.logsumexp, -1, dtype=torch.int64)
 
-    def add(self, at: slice, first_key: int, logsumexp: Tensor, parts: dict[PartName, Tensor]) -> None:
-        """Merge the statistics of the queries `at` over a subset of keys, the first of which is key `first_key`."""
+    def add(self, at: slice, logsumexp: Tensor, parts: Mapping[PartName, Tensor]) -> None:
+        """Merge the statistics of the queries `at` over a subset of keys, whose parts number tokens in the text."""
+        known = {part: value[:, :, at] for part, value in self.parts.items()}
         before, added = self.logsumexp[:, :, at], logsumexp.double()
         total = torch.logaddexp(before, added)
-        empty = total == -torch.inf
-        log_old, log_new = ((each - total).masked_fill(empty, -torch.inf) for each in (before, added))
-        old, new = log_old.exp(), log_new.exp()
-        found = {part: value.double() for part, value in parts.items()}
-        if _DISTANCE_SPREAD in self.sums:
-            known, more, spread = self.sums[_MEAN_DISTANCE][:, :, at], found[_MEAN_DISTANCE], found[_DISTANCE_SPREAD]
-            mean, own = old * known + new * more, self.sums[_DISTANCE_SPREAD][:, :, at]
-            variance = old * (own.square() + (known - mean).square()) + new * (spread.square() + (more - mean).square())
-            own.copy_(variance.sqrt())
-        for part, own in self.sums.items():
-            if part == _DISTANCE_SPREAD:
-                continue
-            mixed = old * own[:, :, at] + new * found[part]
-            if part == "entropy":  # the entropy of the two shares is added
-                mixed = mixed - _share_times_log(old, log_old) - _share_times_log(new, log_new)
-            own[:, :, at] = mixed
-        if _LARGEST_WEIGHT in found:
-            self._add_largest(at, first_key, added, found[_LARGEST_WEIGHT], parts.get(_LARGEST_KEY))
+        error = ROUNDING_STEPS * torch.finfo(logsumexp.dtype).eps * (1 + total.abs())
+        one, other = (
+            self._subset_of(values, (each - total).masked_fill(total == -torch.inf, -torch.inf), error)
+            for values, each in ((known, before), (parts, added))
+        )
+        joined = {part: each.join(part, one, other) for part, each in self.combinations.items()}
+        for part, value in joined.items():
+            self.parts[part][:, :, at] = value
         self.logsumexp[:, :, at] = total
 
-    def _add_largest(self, at: slice, first_key: int, logsumexp: Tensor, weight: Tensor, key: Tensor | None) -> None:
-        """Update the largest score of each query and its key; ties go to the first key."""
-        score = weight.log() + logsumexp
-        best = self.largest_score[:, :, at]
-        if key is not None:
-            moved, known = key + first_key * (key >= 0), self.largest_key[:, :, at]
-            larger = (score > best) | ((score == best) & (moved < known) & (moved >= 0))
-            self.largest_key[:, :, at] = torch.where(larger, moved, known)
-        self.largest_score[:, :, at] = torch.maximum(score, best)
+    def _subset_of(self, values: Mapping[PartName, Tensor], log_share: Tensor, rounding: Tensor) -> KeySubset:
+        scaled = {part: each.scale(values[part].double(), log_share) for part, each in self.combinations.items()}
+        return KeySubset(scaled, log_share.exp(), rounding)
 
     def results(self, logsumexp: Tensor) -> dict[PartName, Tensor]:
         """Return the wanted statistics, (batch, heads, queries) each; `logsumexp` is over all keys and the sink."""
         wide = logsumexp.double()
         empty, bad = wide == -torch.inf, wide.isnan()
-        log_share = (self.logsumexp - wide).masked_fill(empty, 0)
-        share = log_share.exp()
+        log_share, dtype = (self.logsumexp - wide).masked_fill(empty, 0), working_dtype(logsumexp.dtype)
         found: dict[PartName, Tensor] = {}
-        for part in sorted(self.wanted, key=str):
-            if part == _LARGEST_KEY:
-                value = self.largest_key
-            elif part == _LARGEST_WEIGHT:
-                value = (self.largest_score - wide).exp()
-            elif part == "logsumexp":
-                value = wide
-            elif part == "entropy":
-                value = (share * (self.sums[part] - log_share)).clamp(min=0)
-            else:
-                value = self.sums[part] if part in (_MEAN_DISTANCE, _DISTANCE_SPREAD) else share * self.sums[part]
+        for part in sorted(self.wanted & self.combinations.keys(), key=str):
+            value = self.combinations[part].scale(self.parts[part], log_share)
+            value = value.to(torch.int64 if part_named(part).is_integer else dtype)
             found[part] = set_empty_and_bad_queries(value, empty, bad)
-        dtype = working_dtype(logsumexp.dtype)
-        return {part: value.to(dtype) if value.is_floating_point() else value for part, value in found.items()}
+        return found
 
 
-def _add_companion_parts(wanted: frozenset[PartName]) -> frozenset[PartName]:
-    """Add the statistics that merging needs: the mean distance for its spread, the largest weight for its key."""
-    return wanted.union(_COMPANIONS[part] for part in wanted if part in _COMPANIONS)
-
-
-def _share_times_log(share: Tensor, log: Tensor) -> Tensor:
-    """Return share * ln share, where `log` is ln share; 0 for a share of 0."""
-    return share * log.masked_fill(share == 0, 0)
+def _combinations(wanted: frozenset[PartName]) -> dict[PartName, Combination]:
+    """Return how the wanted parts combine, with their companions, and without those that do not combine."""
+    found = {part: each for part in wanted if (each := part_named(part).combination) is not None}
+    for each in list(found.values()):
+        more = None if each.companion is None else part_named(each.companion).combination
+        if each.companion is not None and more is not None:
+            found[each.companion] = more
+    return found

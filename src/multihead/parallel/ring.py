@@ -104,7 +104,7 @@ def request_of_piece(
         mask=piece.mask,
         bias=None if request.bias is None else slice_bias(request.bias, length, piece.rows, piece.keys),
         dropout_slice=dropout_of_piece(request, query_start=first_query, key_start=first_key),
-        # Only statistics of distances use the position of the queries.
+        # Only statistics use the position of the queries.
         query_start=first_query - first_key if request.requested_statistics else 0,
     )
 
@@ -124,8 +124,8 @@ def attend_to_piece(
     with use_split(None):
         found = attend(request, kernel=kernel, published=False)
     if request.requested_statistics:
-        first_key, logsumexp = piece.keys[0], found.logsumexp.detach()
-        merged.add(piece.query_slice, first_key, logsumexp, measure_over_keys(request, found, first_keys - first_key))
+        parts = measure_over_keys(request, found, piece.keys[0], first_keys - piece.keys[0])
+        merged.add(piece.query_slice, found.logsumexp.detach(), parts)
     return found
 
 

@@ -457,7 +457,7 @@ class _SplitOverRanks:
         logsumexp = reshard_heads_to_tokens(found.logsumexp[..., None], self.ranks, self.layout)[..., 0]
         if not request.requested_statistics:
             return AttentionResult(output, logsumexp)
-        parts = measure_over_keys(part, found, ring_plan.first_keys(request))
+        parts = measure_over_keys(part, found, 0, ring_plan.first_keys(request))
         stacked = torch.stack([value.double() for value in parts.values()], -1)  # exact for indices of keys
         exchanged = reshard_heads_to_tokens(stacked, self.ranks, self.layout).unbind(-1)
         named = zip(parts.items(), exchanged, strict=True)

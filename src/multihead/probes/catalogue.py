@@ -16,7 +16,7 @@ from torch import Tensor
 
 from multihead.errors import ProbeError
 from multihead.errors.given import reject_given
-from multihead.kernels.parts import PART_FAMILIES, PartName, check_part
+from multihead.kernels.parts import PART_FAMILIES, PartName, part_named
 from multihead.probes.probe import SHARE_FORMAT, PartValues, Probe, Statistic
 
 
@@ -311,7 +311,7 @@ def probe_of_part(part: PartName, tokens: Iterable[int] | None = None) -> Probe:
     >>> probe_of_part(("first_keys_mass", 4)), probe_of_part(("tokens_mass", "digits"), (3, 4))
     (Probe(name='first_4_mass'), Probe(name='digits_mass'))
     """
-    check_part(part)
+    part_named(part)
     match part:
         case ("offset_mass", int(offset)):
             return offset_mass(offset)

@@ -27,7 +27,8 @@ class ProbeContext:
         output_weight: (embed_dim, heads * value_dim), weight of the output projection, as in `nn.Linear`.
         first_key: index of the sample's first key, an int or (batch,); negative if a cache has dropped this key. None:
             the first key that any query sees.
-        key_start: number of the sample's keys before the keys of the call, such as keys that a cache has dropped.
+        key_start: number of the text's keys before the keys of the call, such as keys that a cache has dropped, an int
+            or a tensor that broadcasts to (batch, 1, queries); negative if the text begins at a later key of the call.
         id_before: (batch,) int64, token id of the dropped key just before the keys of the call.
         map_size: maximum number of rows and columns of `pooled_map`.
         map_pool: whether a cell of `pooled_map` is the "mean" or the "max" of the weights in its block.
@@ -41,7 +42,7 @@ class ProbeContext:
     sets: Mapping[str, Tensor] = field(default_factory=dict)
     output_weight: Tensor | None = None
     first_key: int | Tensor | None = None
-    key_start: int = 0
+    key_start: int | Tensor = 0
     id_before: Tensor | None = None
     map_size: int = MAP_SIZE
     map_pool: PoolOperation = "mean"

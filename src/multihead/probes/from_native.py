@@ -13,11 +13,10 @@ from multihead.kernels.native.statistics import (
     FIRST_KEY_WEIGHT,
     PARTS_OF_ONE_PASS,
     PARTS_OF_SECOND_PASS,
-    SPECIAL_KEYS_WEIGHT,
     measure_in_one_pass,
     sum_weights_per_key,
 )
-from multihead.kernels.parts import PartName
+from multihead.kernels.parts import SPECIAL_MASS, PartName
 from multihead.masks.base import KeyBounds
 from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
@@ -36,7 +35,7 @@ def measurable_parts(context: ProbeContext, parts: Collection[PartName]) -> froz
         known -= {"pooled_map"}
     if context.first_key is not None:
         known -= {FIRST_KEY_WEIGHT}  # the kernel assumes that the first key is in the call
-    return known if context.special_keys is not None else known - {SPECIAL_KEYS_WEIGHT}
+    return known if context.special_keys is not None else known - {SPECIAL_MASS.name}
 
 
 def run_first_pass(

@@ -14,33 +14,23 @@ from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from functools import cached_property
 from operator import itemgetter
-from typing import Literal, TypeAlias
+from typing import TypeAlias, get_args
 
 from torch import Tensor
 
 from multihead.errors import ArgumentError
-from multihead.kernels.parts import PartName, check_part
+from multihead.kernels.parts import PARTS, PartAxes, PartInput, PartName, part_named
 from multihead.probes.function_identity import identity_of_function
 
 PartValues: TypeAlias = Mapping[PartName, Tensor]
 """Name of a part (a measured statistic), such as "entropy" -> tensor; see `PARTS` in `multihead.kernels.parts`."""
 
-ProbeInput = Literal["special_keys", "ids", "sets", "output_weight", "values", "sinks"]
-PartAxes = Literal["queries", "keys", "map"]
-
 SHARE_FORMAT = "share"
 MIN_SHARE_WITHOUT_DECIMAL = 0.0995  # 9.95 %, from which shares are written without a decimal
 _NUMBER_FORMAT_PATTERN = re.compile(r"share|\.[0-9]f|\.[1-9]g", re.ASCII)
 _COUNTED_PATTERN = re.compile(r"all|repeated|offset [+-][0-9]{1,9}", re.ASCII)
+_OFFSET_RULE = "offset "  # beginning of `Statistic.counted`
 _RESERVED_NAMES = ("layer", "head", "name", "kind", "of")  # columns of tables, and an option of `find`
-_NEEDS_OF_PART: dict[str, tuple[ProbeInput, ...]] = {
-    "sink_mass": ("sinks",),
-    "duplicate_mass": ("ids",),
-    "induction_mass": ("ids",),
-    "contribution": ("values", "output_weight"),
-    "output_norm": ("values", "output_weight"),
-}
-_AXES_OF_PART: dict[PartName, PartAxes] = {"received": "keys", "pooled_map": "map"}
 
 
 @dataclass(frozen=True)
@@ -56,10 +46,12 @@ class Statistic:
         short_label: label for narrow columns; by default the label.
         counted: which queries with visible keys count in a mean or another summary: "all"; "offset -2", queries with
             a key at that offset in their text; "repeated", queries whose token occurred before.
+        axes: what there is per head: "queries" (a number per query), "keys" (a number per key) or "map". Only numbers
+            per query have a mean, a column in a table, and a chance level.
 
     Raises:
-        ArgumentError: a field has the wrong type, `number_format` or `counted` is unknown, or a share has a unit other
-            than "%".
+        ArgumentError: a field has the wrong type, `number_format`, `counted` or `axes` is unknown, or a share has a
+            unit other than "%".
 
     >>> first = Statistic("first_mass", label="first", number_format="share")
     >>> first.heading, first.number(0.0931), first.text(0.41)
@@ -74,9 +66,10 @@ class Statistic:
     number_format: str = field(default=".3g", kw_only=True, repr=False)
     short_label: str = field(default="", kw_only=True, repr=False)
     counted: str = field(default="all", kw_only=True, repr=False)
+    axes: PartAxes = field(default="queries", kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        for each in ("name", "label", "unit", "number_format", "short_label", "counted"):
+        for each in ("name", "label", "unit", "number_format", "short_label", "counted", "axes"):
             value = getattr(self, each)
             if not isinstance(value, str):
                 raise ArgumentError(f"The {each} of a statistic is {value!r}.", "Give a string.")
@@ -90,6 +83,8 @@ class Statistic:
                 f"The queries counted for {self.name} are {self.counted!r}.",
                 'Give "all", "repeated", or an offset such as "offset -2".',
             )
+        if self.axes not in get_args(PartAxes):
+            raise ArgumentError(f"The axes of {self.name} are {self.axes!r}.", 'Give "queries", "keys" or "map".')
         if self.number_format == SHARE_FORMAT and self.unit not in ("", "%"):
             raise ArgumentError(
                 f"{self.name} is written as a share, and its unit is {self.unit!r}.",
@@ -103,6 +98,11 @@ class Statistic:
     def without_function(self) -> Statistic:
         """Return the statistic without its function, so that another process can load it."""
         return self
+
+    @property
+    def counted_offset(self) -> int:
+        """The offset at which the text of a query needs a key, so that the query counts; 0 if none is needed."""
+        return int(self.counted.removeprefix(_OFFSET_RULE)) if self.counted.startswith(_OFFSET_RULE) else 0
 
     @property
     def heading(self) -> str:
@@ -132,7 +132,7 @@ class Statistic:
 
     def display(self) -> dict[str, str]:
         """Return the fields that a file or a page needs to show the statistic, except its name: field -> text."""
-        shown = (each.name for each in fields(Statistic) if each.name not in ("name", "counted"))
+        shown = (each.name for each in fields(Statistic) if each.name not in ("name", "counted", "axes"))
         return {name: getattr(self, name) for name in shown}
 
 
@@ -153,6 +153,7 @@ class Probe(Statistic):
         chance: whether the chance level (even weights over the visible keys) is shown next to the statistic; False for
             statistics that do not depend on where a query attends, such as the norm of an output.
         about: definition in one line.
+        axes: those of the parts.
 
     Raises:
         ArgumentError: the name is not an identifier or is a column of every table, or a part is unknown, or the parts
@@ -188,14 +189,15 @@ class Probe(Statistic):
             raise ArgumentError(
                 f"The parts of {self.name} are {self.parts!r}.", 'Give a set of at least one, such as {"entropy"}.'
             )
-        for part in self.parts:
-            check_part(part)
         object.__setattr__(self, "parts", frozenset(self.parts))
-        if len({_AXES_OF_PART.get(part, "queries") for part in self.parts}) > 1:
+        axes = {part_named(part).axes for part in self.parts}
+        if len(axes) > 1:
+            alone = " or ".join(f'"{name}"' for name, part in PARTS.items() if part.axes != "queries")
             raise ArgumentError(
                 f"The parts of {self.name} have different shapes.",
-                'Combine parts with a number per query, or take "received" or "pooled_map" alone.',
+                f"Combine parts with a number per query, or take {alone} alone.",
             )
+        object.__setattr__(self, "axes", *axes)
 
     def __eq__(self, other: object) -> bool:
         """Compare all attributes but `about`, the functions last, because that takes longer."""
@@ -215,24 +217,17 @@ class Probe(Statistic):
         return identity_of_function(self.of)
 
     @cached_property
-    def axes(self) -> PartAxes:
-        """What the statistic has per head: "queries" (one number per query), "keys" (one per key) or "map"."""
-        return _AXES_OF_PART.get(next(iter(self.parts)), "queries")
-
-    @cached_property
-    def needs(self) -> frozenset[ProbeInput]:
+    def needs(self) -> frozenset[PartInput]:
         """Names of the inputs that the probe needs besides q and k."""
-        found: set[ProbeInput] = set()
-        for part in self.parts:
-            if part == ("tokens_mass", "special"):
-                found.add("special_keys")
-            elif part[0] == "tokens_mass":
-                found.add("sets" if self.tokens is None else "ids")
-            elif isinstance(part, str):
-                found.update(_NEEDS_OF_PART.get(part, ()))
-        return frozenset(found)
+        found = {need for part in self.parts for need in part_named(part).needs}
+        return frozenset("ids" if need == "sets" and self.tokens is not None else need for need in found)
 
     @property
+    def compares_tokens(self) -> bool:
+        """Whether a part compares the token of a key with that of the query, so that they must be of one text."""
+        return any(part_named(part).compares_tokens for part in self.parts)
+
+    @cached_property
     def only_part(self) -> PartName | None:
         """The part that the statistic equals; None if the statistic is computed from parts."""
         return next(iter(self.parts)) if isinstance(self.of, itemgetter) and len(self.parts) == 1 else None
@@ -241,4 +236,4 @@ class Probe(Statistic):
         """Return the statistic without its function, so that another process can load it; self if it is one part."""
         if self.only_part is not None:
             return self
-        return Statistic(self.name, **self.display(), counted=self.counted)
+        return Statistic(self.name, **self.display(), counted=self.counted, axes=self.axes)

@@ -22,31 +22,27 @@ from multihead.errors import ProbeError
 from multihead.kernels.call import AttentionArguments, AttentionCall, AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.native import eager
-from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT, SPECIAL_KEYS_WEIGHT
-from multihead.kernels.parts import PartName
+from multihead.kernels.parts import (
+    SPECIAL_MASS,
+    PartInput,
+    PartName,
+    number_in_text,
+    part_named,
+    set_empty_and_bad_queries,
+)
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.probes import from_native, lookups, repeats, weighted_values
 from multihead.probes.catalogue import DEFAULT, PROBES
 from multihead.probes.context import ProbeContext, check_context_fits, check_output_weight_fits
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.probe import PartValues, Probe, ProbeInput
+from multihead.probes.probe import PartValues, Probe
 from multihead.probes.streaming import STREAMED_PARTS, measure_in_tiles
 from multihead.probes.tile import has_large_logsumexp, is_finite_and_small
 
 ProbeOrName: TypeAlias = "str | Probe"
-POSITION_PARTS: frozenset[PartName] = frozenset(
-    {"mean_distance", "distance_spread", *(("offset_mass", offset) for offset in (0, -1, 1))}
-)
-"""The parts measured by the native kernel that depend on the positions of queries."""
-
 NO_CONTEXT = ProbeContext()
 
-_PART_OF_STATISTIC: dict[str, PartName] = {
-    name: probe.only_part for name, probe in PROBES.items() if probe.only_part is not None
-}
-"""Name of a built-in statistic -> the part that it equals; without statistics that are computed from parts."""
-
-_INPUT_ERRORS: dict[ProbeInput, tuple[str, str]] = {
+_INPUT_ERRORS: dict[PartInput, tuple[str, str]] = {
     "special_keys": ("to know which keys are special", "Give special_keys."),
     "ids": ("the token of each key", "Give ids."),
     "sets": ("to know which keys belong to the set", "Give sets, or ids to tokens_mass."),
@@ -89,7 +85,7 @@ def resolve_probes(wanted: ProbeOrName | Iterable[ProbeOrName]) -> tuple[Probe, 
 
 def missing_inputs(
     probe: Probe, request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
-) -> tuple[ProbeInput, ...]:
+) -> tuple[PartInput, ...]:
     """Return the inputs that a probe needs and a call lacks."""
     if not probe.needs:
         return ()
@@ -99,9 +95,9 @@ def missing_inputs(
     return tuple(need for need in _INPUT_ERRORS if need in probe.needs - given)
 
 
-def _inputs_given(request: AttentionRequest, context: ProbeContext, *, has_values: bool) -> frozenset[ProbeInput]:
+def _inputs_given(request: AttentionRequest, context: ProbeContext, *, has_values: bool) -> frozenset[PartInput]:
     """Return the names of the inputs of probes that a call has, except "sets", because sets differ by name."""
-    inputs: dict[ProbeInput, bool] = {
+    inputs: dict[PartInput, bool] = {
         "special_keys": context.special_keys is not None,
         "ids": context.ids is not None,
         "output_weight": context.output_weight is not None,
@@ -112,7 +108,7 @@ def _inputs_given(request: AttentionRequest, context: ProbeContext, *, has_value
 
 
 @cache
-def _default_for_inputs(given: frozenset[ProbeInput]) -> tuple[Probe, ...]:
+def _default_for_inputs(given: frozenset[PartInput]) -> tuple[Probe, ...]:
     """Return the default probes that need only the inputs `given`."""
     return tuple(PROBES[name] for name in DEFAULT if PROBES[name].needs <= given)
 
@@ -240,7 +236,7 @@ def complete_statistics(
         logsumexp: (batch, heads, queries), nats, in float32 or float64.
         probes: probes for which the call has all inputs.
         context: inputs of the probes besides q and k.
-        parts: parts that have already been measured.
+        parts: parts that a kernel has measured, whose tokens are numbered from the first key of the call.
         all_rows_regular: as in `statistic_from_parts`.
         result: the result of the call; None if unknown.
 
@@ -248,9 +244,10 @@ def complete_statistics(
         name -> tensor (batch, heads, ...). A query with NaN has the statistic NaN (-1 for `largest_key`), and adds 0 to
         `received` and to the map.
     """
+    parts = number_in_text(parts, context.key_start, logsumexp)
     ready: dict[str, Tensor] = {}
     for probe in probes:
-        part = _PART_OF_STATISTIC.get(probe.name)
+        part = probe.only_part
         if part is None:
             if probe.parts <= parts.keys():
                 ready[probe.name] = statistic_from_parts(probe, parts, logsumexp, all_rows_regular=all_rows_regular)
@@ -286,7 +283,7 @@ def statistic_from_parts(
         logsumexp: (batch, heads, queries).
         all_rows_regular: True if every query is known to see a key and no NaN.
     """
-    part = _PART_OF_STATISTIC.get(probe.name)
+    part = probe.only_part
     if part is not None:
         return parts[part]
     value = _apply_probe(probe, parts)
@@ -322,16 +319,10 @@ def _apply_probe(probe: Probe, parts: PartValues) -> Tensor:
     return value.float() if value.dtype == torch.bool else value
 
 
-def set_empty_and_bad_queries(value: Tensor, empty: Tensor, bad: Tensor) -> Tensor:
-    """Set queries that see no key (`empty`) to 0, and queries that see NaN (`bad`) to NaN; in integer tensors to -1."""
-    of_empty, of_bad = (0, torch.nan) if value.is_floating_point() else (-1, -1)
-    return value.masked_fill(empty, of_empty).masked_fill_(bad, of_bad)
-
-
 def measure_parts(
     call: MeasuredCall, parts: frozenset[PartName], key_sets: Mapping[PartName, Tensor] = MappingProxyType({})
-) -> dict[PartName, Tensor]:
-    """Measure parts, each in the fastest way.
+) -> Mapping[PartName, Tensor]:
+    """Measure parts, each in the fastest way; tokens are numbered from the first key of the text.
 
     Args:
         call: the call; no gradients are computed.
@@ -355,11 +346,10 @@ def measure_parts(
             case "logsumexp":
                 found[part] = call.logsumexp_of_full_scores
             case "position":
-                positions = call.positions[:, None] + call.context.key_start
-                found[part] = positions.to(call.logsumexp).expand_as(call.logsumexp)
+                found[part] = call.positions[:, None].to(call.logsumexp).expand_as(call.logsumexp)
             case "output_norm" if call.context.output_weight is not None:
                 found[part] = weighted_values.output_norms(call, call.context.output_weight)
-    repeated = parts & {"duplicate_mass", "induction_mass"}
+    repeated = parts & repeats.KEY_SHIFTS.keys()
     if repeated and call.bounds.remainder is None:
         found |= repeats.measure_repeats(call, repeated)
     found |= _measure_over_all_keys(call, parts - found.keys(), sets)
@@ -371,7 +361,7 @@ def measure_parts(
         found["induction_mass"] = found["induction_mass"] + lookups.weight_after_dropped_key(
             call, call.context.id_before
         )
-    return found
+    return number_in_text(found, call.context.key_start, call.logsumexp)
 
 
 def sink_mass(logsumexp: Tensor, sinks: Tensor) -> Tensor:
@@ -425,7 +415,7 @@ def _measure_over_all_keys(
 
 def drop_position_parts(attended: AttentionResult) -> AttentionResult:
     """Remove the statistics that depend on the positions of the queries from a result."""
-    kept = {part: value for part, value in attended.statistics.items() if part not in POSITION_PARTS}
+    kept = {part: value for part, value in attended.statistics.items() if not part_named(part).uses_positions}
     return replace(attended, statistics=kept)
 
 
@@ -444,14 +434,12 @@ def measure_token_parts(
         the call.
     """
     request, logsumexp = call.request, call.result.logsumexp.detach()
-    if parts - {SPECIAL_KEYS_WEIGHT, "sink_mass", "logsumexp"} or (
-        SPECIAL_KEYS_WEIGHT in parts and special_keys is None
-    ):
+    if parts - {SPECIAL_MASS.name, "sink_mass", "logsumexp"} or (SPECIAL_MASS.name in parts and special_keys is None):
         return None
     measured = MeasuredCall.from_request(request, logsumexp, ProbeContext(special_keys=special_keys))
     if not from_native.supports_call(measured.request, measured.bounds):
         return None
-    found = measure_parts(measured, parts, {} if special_keys is None else {SPECIAL_KEYS_WEIGHT: special_keys})
+    found = measure_parts(measured, parts, {} if special_keys is None else {SPECIAL_MASS.name: special_keys})
     # Queries without keys or with NaN are set as the kernel sets them in the parts that it measures.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
     return {part: set_empty_and_bad_queries(value.to(logsumexp.dtype), empty, bad) for part, value in found.items()}
@@ -470,7 +458,7 @@ def statistics_of_call(
     parts = {
         part: value
         for part, value in attended.statistics.items()
-        if context.first_key is None or part != FIRST_KEY_WEIGHT
+        if context.first_key is None or not part_named(part).uses_first_key
     }
     possible = possible_probes(probes, request, context)
     return complete_statistics(request, attended.logsumexp.detach(), possible, context, parts=parts, result=attended)

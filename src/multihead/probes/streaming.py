@@ -20,6 +20,7 @@ from multihead.kernels.dense_tile import scores, visible_cells, working_dtype
 from multihead.kernels.parts import PartName
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.moments import KEYS_PER_GROUP, DistanceMoments
+from multihead.probes.repeats import KEY_SHIFTS
 from multihead.scores.bias import index_bias
 from multihead.tensors.shapes import consecutive_slices, index_axes
 
@@ -30,8 +31,7 @@ TILE_WEIGHTS = 1 << 19  # weights per tile over the heads of a group, so that a 
 GPU_TILE_FACTORS = (8, 4, 64)
 _LARGEST_PARTS: frozenset[PartName] = frozenset({"largest_weight", "largest_key"})
 _DISTANCE_PARTS: frozenset[PartName] = frozenset({"mean_distance", "distance_spread"})
-_TOKEN_MATCH_PARTS: tuple[PartName, ...] = ("duplicate_mass", "induction_mass")
-_PER_QUERY_PARTS: frozenset[PartName] = frozenset(("entropy", *_TOKEN_MATCH_PARTS)) | _LARGEST_PARTS | _DISTANCE_PARTS
+_PER_QUERY_PARTS: frozenset[PartName] = frozenset(("entropy", *KEY_SHIFTS)) | _LARGEST_PARTS | _DISTANCE_PARTS
 STREAMED_PARTS: frozenset[PartName] = _PER_QUERY_PARTS | {"received", "pooled_map"}
 
 
@@ -262,9 +262,9 @@ def _add_to_sums(
         moments.add(tile.weights, tile.positions, tile.columns, tile.side_of_keys)
     if "largest_key" in sums:
         _update_largest(sums["largest_weight"], sums["largest_key"], tile)
-    for part in _TOKEN_MATCH_PARTS:
+    for part, shift in KEY_SHIFTS.items():
         if part in sums:
-            sums[part] += (tile.weights * _keys_of_same_token(call, tile, part)).sum(-1)
+            sums[part] += (tile.weights * _keys_of_same_token(call, tile, shift)).sum(-1)
 
 
 def _weighted_sums_of_tile(columns: Tensor, tile: _Tile) -> Tensor:
@@ -277,14 +277,14 @@ def _weighted_sums_of_tile(columns: Tensor, tile: _Tile) -> Tensor:
     return sums
 
 
-def _keys_of_same_token(call: MeasuredCall, tile: _Tile, part: PartName) -> Tensor:
-    """Return the earlier keys with the query's token, or the keys after these: (rows, columns) bool."""
+def _keys_of_same_token(call: MeasuredCall, tile: _Tile, shift: int) -> Tensor:
+    """Return the keys `shift` after the earlier keys with the query's token: (rows, columns) bool."""
     assert call.context.ids is not None
     positions = tile.positions
     ids = call.context.ids[tile.group.sample].to(positions.device)
     known = (positions >= 0) & (positions < len(ids))
     own = ids[positions.clamp(0, len(ids) - 1)]
-    key = torch.arange(*tile.columns, device=ids.device) - int(part == "induction_mass")
+    key = torch.arange(*tile.columns, device=ids.device) - shift
     alike = (ids[key.clamp(min=0)] == own[:, None]) & (key >= 0)
     return alike & known[:, None] & (key < positions[:, None])
 

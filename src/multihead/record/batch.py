@@ -23,11 +23,11 @@ copies in the heap. Heap copies fill the gaps that the model's own tensors leave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,18 +35,17 @@ from torch import Tensor
 from multihead.errors import ModelError
 from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import first_key_of_queries
-from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
-from multihead.kernels.parts import PartName
+from multihead.kernels.parts import PartName, number_in_text, part_named, set_empty_and_bad_queries
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Keep
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.positions import SampleSpan
-from multihead.probes.probe import PartValues, Probe
-from multihead.probes.statistics import POSITION_PARTS, statistic_from_parts
+from multihead.probes.probe import PartValues, Probe, Statistic
+from multihead.probes.statistics import statistic_from_parts
 from multihead.record import summaries
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import ChunkedRows, Segment, copy_contiguous
-from multihead.record.summaries import MeasuredStatistic, queries_that_count
+from multihead.record.summaries import MeasuredStatistic, occurred_before, queries_that_count
 from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import Bias, RelativeBias
 
@@ -237,25 +236,20 @@ class SampleSpans:
         return BatchRows.from_spans(sample, start, stop, batch=shape.batch, rows=shape.key_length)
 
     @cached_property
-    def unsliceable_parts(self) -> frozenset[PartName] | None:
-        """Parts (`PartName`) measured on the whole call that are not valid for single samples; None means all.
+    def sliceable(self) -> Sliceable:
+        """Which parts measured on the whole call are valid for each single sample.
 
         With padding between the queries of a sample, no measured quantity is valid for a sample.
         """
         if self.packed:  # each sample begins at position 0, and its queries see only its own keys
-            return frozenset()
+            return Sliceable()
         if (
             self.real_queries is not None
             and self.real_queries.sum(1).tolist() != (self.span_ends[2] - self.span_ends[1]).tolist()
         ):
-            return None
-        found = frozenset[PartName]()
-        for span in self.spans:
-            of_span = unsliceable_parts(self.request, span, packed=False)
-            if of_span is None:
-                return None
-            found |= of_span
-        return found
+            return Sliceable(any_part=False)
+        of_spans = [sliceable_parts(self.request, span, packed=False) for span in self.spans]
+        return Sliceable(*(all(each) for each in zip(*of_spans, strict=True))) if of_spans else Sliceable()
 
     @cached_property
     def query_properties(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,10 +275,25 @@ class SampleSpans:
     @cached_property
     def first_keys(self) -> Tensor:
         """Index of the first key of each query's sample: (batch, 1, 1 or queries) int64."""
-        first, stop, first_key = self.span_ends[1:4].unbind()
-        if self.packed:
-            return first_key.repeat_interleave(stop - first)[None, None]
-        return first_key[:, None, None]
+        return self._per_query(self.span_ends[3])
+
+    def key_starts_in_text(self, windows: int = 1) -> int | Tensor:
+        """Return what the number of a key in its text exceeds its index in the call by, see `ProbeContext.key_start`.
+
+        Each `windows` rows of the batch are windows of one text.
+
+        Returns:
+            (batch, 1, 1 or queries) int64, or 0.
+        """
+        lengths = self.key_lengths(windows)
+        found = (lengths.cumsum(1) - lengths).flatten() - self.span_ends[3]
+        return self._per_query(found) if bool(found.any()) else 0
+
+    def _per_query(self, of_samples: Tensor) -> Tensor:
+        """Return for each query the number of its sample: (samples,) -> (batch, 1, 1 or queries)."""
+        if not self.packed:
+            return of_samples[:, None, None]
+        return of_samples.repeat_interleave(self.span_ends[2] - self.span_ends[1])[None, None]
 
     def fits_call(self, request: AttentionRequest, real: Tensor | None, padding: Tensor | None) -> bool:
         """Whether these spans are valid for another call: same mask, options, shape and padding."""
@@ -316,7 +325,8 @@ class RecordedBatch:
         parts: quantities that the kernel measured on the whole call, tensors on the CPU; statistics are computed from
             them.
         ids: token ids of the call.
-        probes: probes of the record; a statistic is computed for each probe whose `Probe.parts` were measured.
+        probes: probes of the record, without functions when the statistics are computed; a statistic is computed for
+            each probe whose `Probe.parts` were measured.
         q: queries in `sample_spans.query_rows`; None if only statistics are kept.
         k: keys in `sample_spans.key_rows`; None if only statistics are kept.
         windows: how many consecutive rows of the batch are windows of one sample.
@@ -328,7 +338,7 @@ class RecordedBatch:
     logsumexp: Tensor
     parts: PartValues
     ids: CallTokenIds
-    probes: tuple[Probe, ...]
+    probes: tuple[Statistic, ...]
     q: KeptRows | None = None
     k: KeptRows | None = None
     windows: int = 1
@@ -340,24 +350,39 @@ class RecordedBatch:
         """Statistics of the whole batch: name -> (batch, heads, queries), on the CPU."""
         with SLICING_LOCK:
             if self._statistics is None:
-                parts, logsumexp = shift_all_key_indices(self.parts, self.sample_spans), self.logsumexp.cpu()
+                logsumexp = self.logsumexp.cpu()
+                parts = number_in_text(self.parts, self.sample_spans.key_starts_in_text(self.windows), logsumexp)
                 regular = bool((logsumexp > -torch.inf).all())
                 self._statistics = {
                     probe.name: statistic_from_parts(probe, parts, logsumexp, all_rows_regular=regular)
                     for probe in self.probes
-                    if probe.parts <= parts.keys()
+                    if isinstance(probe, Probe) and probe.parts <= parts.keys()
                 }
                 self.parts = {}
+                # Functions are not needed again, and another process may not be able to load them.
+                self.probes = tuple(probe.without_function() for probe in self.probes)
             return self._statistics
 
     def measured(self) -> dict[str, MeasuredStatistic]:
         """Return each floating-point statistic and which queries count in its mean, (batch, heads, queries) each."""
         real, positions, num_keys = self.sample_spans.query_properties
-        sees = real & (self.logsumexp.cpu() != -torch.inf)  # (batch, heads, queries)
-        rules, found = {probe.name: probe.counted for probe in self.probes}, {}
-        for name, value in self.statistics.items():
-            if value.is_floating_point():
-                found[name] = MeasuredStatistic(value, queries_that_count(rules[name], sees, positions, num_keys, None))
+        where = real & (self.logsumexp.cpu() != -torch.inf), positions, num_keys, self._occurred_before
+        rules = {probe.name: probe.counted for probe in self.probes}
+        return {
+            name: MeasuredStatistic(value, queries_that_count(rules[name], *where))
+            for name, value in self.statistics.items()
+            if value.is_floating_point()
+        }
+
+    def _occurred_before(self) -> Tensor:
+        """Return whether the token of each query occurs earlier in its text, True if unknown: (batch, 1, queries)."""
+        real, positions, _ = self.sample_spans.query_properties
+        found = torch.ones_like(real)
+        samples = new_samples(self.new_sample, self.sample_spans, self.ids)
+        for span, sample in zip(self.sample_spans.spans, samples, strict=True):
+            place, ids = (span.sample, 0, slice(*span.queries)), sample.growing_key_text.ids
+            if ids is not None:
+                found[place] = occurred_before(positions[place], ids.all_rows())
         return found
 
     def measured_samples(self) -> list[dict[str, MeasuredStatistic]]:
@@ -374,6 +399,11 @@ class RecordedBatch:
         if self.windows == 1:
             return found
         return [summaries.join_windows(found[at : at + self.windows]) for at in range(0, len(found), self.windows)]
+
+    def keep_statistics_counted_later(self) -> None:
+        """Drop the statistics for which no query counts because of a key of a later call."""
+        later = {probe.name for probe in self.probes if probe.counted_offset > 0}
+        self._statistics = {name: value for name, value in self.statistics.items() if name in later}
 
     @property
     def num_samples(self) -> int:
@@ -537,16 +567,11 @@ def slice_call(call: AttentionCall, span: SampleSpan) -> AttentionCall:
         k=request.k[sample, :, columns],
         v=request.v[sample, :, columns],
     )
-    left_out = unsliceable_parts(request, span, packed=packed)
-    kept = {
-        part: shift_key_indices(part, value[sample, :, rows], span)
-        for part, value in attended.statistics.items()
-        if left_out is not None and part not in left_out
-    }
+    valid, logsumexp = sliceable_parts(request, span, packed=packed), attended.logsumexp[sample, :, rows]
+    kept = {name: value[sample, :, rows] for name, value in attended.statistics.items() if valid.includes(name)}
+    kept = dict(number_in_text(kept, -span.keys[0], logsumexp))
     factors = None if attended.head_factors is None else attended.head_factors[sample, :, rows]
-    return AttentionCall(
-        part, AttentionResult(attended.output[sample, :, rows], attended.logsumexp[sample, :, rows], kept, factors)
-    )
+    return AttentionCall(part, AttentionResult(attended.output[sample, :, rows], logsumexp, kept, factors))
 
 
 def slice_request(request: AttentionRequest, span: SampleSpan, *, packed: bool) -> AttentionRequest:
@@ -577,8 +602,31 @@ def slice_request(request: AttentionRequest, span: SampleSpan, *, packed: bool) 
     )
 
 
-def unsliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bool) -> frozenset[PartName] | None:
-    """Return the quantities measured on a whole call that are not valid for one of its samples; None means all of them.
+class Sliceable(NamedTuple):
+    """Which of the quantities that were measured on a whole call are valid for its samples.
+
+    Attributes:
+        any_part: whether sums over the weights of a query are.
+        first_key: whether weights on the first key are.
+        positions: whether quantities that use the positions of queries are.
+    """
+
+    any_part: bool = True
+    first_key: bool = True
+    positions: bool = True
+
+    def includes(self, name: PartName) -> bool:
+        """Whether a part is valid."""
+        part = part_named(name)
+        return (
+            self.any_part
+            and (self.first_key or not part.uses_first_key)
+            and (self.positions or not part.uses_positions)
+        )
+
+
+def sliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bool) -> Sliceable:
+    """Return which of the quantities that were measured on a whole call are valid for one of its samples.
 
     Sums over the weights of a query are valid if the sample's queries see only the sample's keys. Mean distances are
     valid under the same condition, because queries and keys of a sample are shifted equally, unless a query is before
@@ -586,24 +634,11 @@ def unsliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bo
     sample.
     """
     whole = (span.queries, span.keys) == ((0, request.shape.query_length), (0, request.shape.key_length))
-    if not (span.holds_all_visible_keys or (whole and not packed)):
-        return None
-    left_out = frozenset[PartName]() if span.holds_first_visible_key else frozenset({FIRST_KEY_WEIGHT})
-    return left_out | POSITION_PARTS if position_in_sample(request, span) < 0 else left_out
-
-
-def shift_key_indices(part: PartName, value: Tensor, span: SampleSpan) -> Tensor:
-    """Shift key indices (part "largest_key") so that the sample's first key is 0; return other parts unchanged."""
-    return value - span.keys[0] * (value >= 0) if part == "largest_key" and span.keys[0] else value
-
-
-def shift_all_key_indices(parts: Mapping[Any, Tensor], sample_spans: SampleSpans) -> Mapping[Any, Tensor]:
-    """Shift the key indices ("largest_key") of a whole call so that the first key of each sample is 0."""
-    keys = parts.get("largest_key")
-    if keys is None or not bool(sample_spans.span_ends[3].any()):
-        return parts
-    # an index of -1 (no key) stays -1
-    return {**parts, "largest_key": (keys - sample_spans.first_keys.to(keys.device)).clamp_(min=-1)}
+    return Sliceable(
+        span.holds_all_visible_keys or (whole and not packed),
+        span.holds_first_visible_key,
+        position_in_sample(request, span) >= 0,
+    )
 
 
 def position_in_sample(request: AttentionRequest, span: SampleSpan) -> int:
@@ -657,9 +692,9 @@ def hide_padding_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
         return call
     logsumexp = call.result.logsumexp.masked_fill(~real, -torch.inf)
     mask = call.request.mask & Keep(real, "queries")
+    shown = torch.zeros_like(real)
     statistics = {
-        part: value.masked_fill(~real, 0 if value.is_floating_point() else -1)
-        for part, value in call.result.statistics.items()
+        part: set_empty_and_bad_queries(value, ~real, shown) for part, value in call.result.statistics.items()
     }
     attended = replace(call.result, logsumexp=logsumexp, statistics=statistics)
     return AttentionCall(replace(call.request, mask=mask), attended)

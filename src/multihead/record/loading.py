@@ -20,12 +20,13 @@ from multihead.errors.given import check_path
 from multihead.errors.optional import require
 from multihead.files import RandomAccessFile, check_file_name, is_folder
 from multihead.functional import request_of
-from multihead.probes.catalogue import REPEAT_PROBES, probe_of_part
+from multihead.kernels.parts import PartAxes
+from multihead.probes.catalogue import REPEAT_PROBES, probe_of_part, statistic
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordContents
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import NUM_BINS, QuantileSketch, RunningSummary, bin_of_value
-from multihead.record.sample import STATISTICS_PER_KEY, STATISTICS_PER_MAP, SampleRecord
+from multihead.record.sample import OwnStatistics, SampleRecord
 from multihead.record.saving import FORMAT_NAME, FORMAT_VERSION, MAX_HEADER_BYTES, SAFETENSORS_NAMES
 from multihead.record.segments import ChunkedRows, Segment
 from multihead.record.serialization import read_bias, read_mask
@@ -213,13 +214,14 @@ def _record_of_metadata(
         _read_text(_checked_type(each, dict, "a text"), tensors)
         for each in _checked_type(data["texts"], list, "the texts")
     ]
+    statistics = _read_statistics(data)
     layers: list[LayerRecord] = []
     heads, claimed, numbers = 0, set[str](), set[int]()
     for place, each in enumerate(_checked_type(data["layers"], list, "the layers")):
         name = _checked_type(_checked_type(each, dict, "a layer")["name"], str, "a layer's name")
         samples = []
         for one in _checked_type(each["samples"], list, "the samples"):
-            sample = _SampleReader(one, name, tensors, stored, texts)
+            sample = _SampleReader(one, name, tensors, stored, texts, statistics)
             # a sample is read only once: otherwise a small file could list one large sample many times
             if sample.tensor_name() in claimed:
                 raise _InvalidValueError(f"two samples are called {sample.tensor_name()!r}")
@@ -252,10 +254,6 @@ def _record_of_metadata(
         one = layers[_checked_index(layer, len(layers))].samples
         chosen = one[_checked_index(sample, len(one))]
         calls.append((chosen, _checked_index(call, len(chosen.calls))))
-    statistics = _read_statistics(data)
-    for layer in layers:
-        for sample_record in layer.samples:
-            sample_record.counted = {name: each.counted for name, each in statistics.items()}
     return RecordContents(layers, _checked_type(data["title"], str, "its title"), metadata["id"], calls, statistics)
 
 
@@ -296,10 +294,11 @@ def _read_alignment_heads(layer: dict[str, Any], heads: int) -> tuple[int, ...]:
     return found
 
 
-def _read_statistics(data: dict[str, Any]) -> dict[str, Statistic]:
-    """Read the statistics that are not built in: name -> statistic."""
-    found = {}
+def _read_statistics(data: dict[str, Any]) -> OwnStatistics:
+    """Read the statistics that are not built in."""
+    found = OwnStatistics()
     counted = _checked_type(data.get("counted", {}), dict, "the queries that count")
+    axes = _checked_type(data.get("axes", {}), dict, "the axes of statistics")
     parts = _checked_type(data.get("parts", {}), dict, "the parts of statistics")
     for name, fields in _checked_type(data.get("statistics", {}), dict, "the labels of statistics").items():
         shown = {
@@ -309,6 +308,7 @@ def _read_statistics(data: dict[str, Any]) -> dict[str, Statistic]:
         if any(len(text) > MAX_LABEL_LENGTH for text in shown.values()):
             raise _InvalidValueError(f"a label of a statistic has more than {MAX_LABEL_LENGTH} characters")
         shown["counted"] = _checked_type(counted.get(name, "all"), str, "the queries that count")
+        shown["axes"] = _checked_type(axes.get(name, "queries"), str, "the axes of a statistic")
         found[name] = Statistic(name, **shown)
         if name in parts:
             family, argument, tokens = _checked_type(parts[name], list, "the part of a statistic")
@@ -434,10 +434,16 @@ class _SampleReader:
     """Reads one sample of a file, and checks every value."""
 
     def __init__(
-        self, data: Any, name: str, tensors: dict[str, Tensor], stored: dict[str, StoredRows], texts: list[Text]
+        self,
+        data: Any,
+        name: str,
+        tensors: dict[str, Tensor],
+        stored: dict[str, StoredRows],
+        texts: list[Text],
+        own: OwnStatistics,
     ) -> None:
         self.data = _checked_type(data, dict, "a sample")
-        self.name, self.tensors, self.stored, self.texts = name, tensors, stored, texts
+        self.name, self.tensors, self.stored, self.texts, self.own = name, tensors, stored, texts, own
         self.heads = _checked_count(self.data["heads"], "a number of heads", least=1, most=MAX_HEADS)
         self.kv_heads = _checked_count(self.data["kv_heads"], "a number of key/value heads", least=1, most=MAX_HEADS)
         self.head_dim = _checked_count(self.data["head_dim"], "a width", least=1, most=MAX_HEAD_DIM)
@@ -447,7 +453,7 @@ class _SampleReader:
         self.dtype = MODEL_DTYPES[self.data["dtype"]]
 
     def read(self) -> SampleRecord:
-        one = SampleRecord(self.name, _checked_count(self.data["map_size"], "map_size", least=1))
+        one = SampleRecord(self.name, _checked_count(self.data["map_size"], "map_size", least=1), own=self.own)
         if self.data["map_pool"] not in ("mean", "max"):
             raise _InvalidValueError(f"map_pool is {self.data['map_pool']!r}")
         one.map_pool = self.data["map_pool"]
@@ -471,7 +477,7 @@ class _SampleReader:
             one.growing_key_text = GrowingText.from_text(text)
         if (text := self.read_text("query_text", queries)) is not None:
             one.growing_query_text = GrowingText.from_text(text)
-        held = one.k is not None or self.data["text"] is not None or not STATISTICS_PER_KEY.isdisjoint(one.statistics)
+        held = one.k is not None or self.data["text"] is not None or one.has_statistics_per_key
         if keys > MAX_KEYS_WITHOUT_DATA and not held:
             raise _InvalidValueError(f"it stores no data for the {keys:,} keys of a sample")
         return one
@@ -557,10 +563,13 @@ class _SampleReader:
     def read_statistics(self, queries: int, keys: int) -> dict[str, Tensor]:
         found = {}
         for name, place in _checked_type(self.data["statistics"], dict, "the statistics").items():
-            shape: tuple[int | None, ...] = (self.heads, keys if name in STATISTICS_PER_KEY else queries)
-            shape = (self.heads, None, None) if name in STATISTICS_PER_MAP else shape
+            shapes: dict[PartAxes, tuple[int | None, ...]] = {
+                "queries": (self.heads, queries),
+                "keys": (self.heads, keys),
+                "map": (self.heads, None, None),
+            }
             kinds = (torch.float32, torch.float64, torch.int64)
-            found[name] = _checked_tensor(self.tensors[place], shape, name, *kinds)
+            found[name] = _checked_tensor(self.tensors[place], shapes[statistic(name, self.own).axes], name, *kinds)
         return found
 
     def read_text(self, which: str, length: int) -> Text | None:

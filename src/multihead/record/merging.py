@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.kernels.call import AttentionRequest
 from multihead.masks import Mask
+from multihead.probes.catalogue import statistic
 from multihead.record.layer import LayerRecord, RecordContents
 from multihead.record.running_summary import QuantileSketch, RunningSummary
 from multihead.record.sample import SampleRecord
@@ -167,28 +168,22 @@ def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:
         if [start for _, (start, _), _ in places] != ends[:-1] or ends[-1] != length:
             raise _mismatch_error(f"their {name} do not add up to a text with {length}")
 
-    def concatenate_in_order(tensors: Sequence[Tensor], dim: int) -> Tensor:
-        parts = [tensors[rank].narrow(dim, at, stop - start) for rank, (start, stop), at in of_queries]
-        return torch.cat(parts, dim) if parts else tensors[0]
-
-    found = replace(first, split=None, _newest_pooled_map=None)
-    found.logsumexp = ChunkedRows(2, [concatenate_in_order([each.logsumexp.all_rows() for each in ranks], 2)])
+    before = [0, *accumulate(each.num_queries for each in ranks)]
+    pieces = [torch.arange(at, at + stop - start) + before[rank] for rank, (start, stop), at in of_queries]
+    order = torch.cat([torch.arange(0), *pieces])  # of the queries of all ranks, rank after rank
+    found = replace(first, split=None)
+    found.logsumexp = ChunkedRows(2, [torch.cat([each.logsumexp.all_rows() for each in ranks], 2)[:, :, order]])
     if all(each.q is not None and each.k is not None for each in ranks):
         found.q = _join_rows([each.q for each in ranks], of_queries, shape.num_heads, shape.query_length, shape)
         found.k = _join_rows([each.k for each in ranks], of_keys, shape.num_kv_heads, shape.key_length, shape)
-    common = set(first.per_query).intersection(*(each.per_query for each in ranks))
-    statistics = {
-        name: concatenate_in_order([each.per_query[name] for each in ranks], 1)
-        for name in first.per_query
-        if name in common
-    }
-    received = [each.statistics["received"] for each in ranks if "received" in each.statistics]
-    if len(received) == len(ranks):
-        statistics["received"] = torch.stack(received).sum(0)
-        if "coverage" in first.statistics:
-            statistics["coverage"] = statistics["received"].clamp(max=1)
+    joined = first.join_queries([each.statistics for each in ranks])
     found.calls = [((0, shape.query_length), (segment.key_start, segment.key_stop))]
-    found.set_statistics(statistics)
+    found.set_statistics(
+        {
+            name: value[:, order] if statistic(name, found.own).axes == "queries" else value
+            for name, value in joined.items()
+        }
+    )
     return found
 
 
@@ -231,7 +226,7 @@ def _merge_sample_heads(ranks: Sequence[SampleRecord], whole: LayerPartOfRank, k
     if len(sizes) > 1:
         raise _mismatch_error(f"the sizes of {first.name} differ")
     _check_same_text(ranks)
-    found = replace(first, _newest_pooled_map=None)
+    found = replace(first)
     found.segments = [_merge_segment(each, whole) for each in zip(*(one.segments for one in ranks), strict=True)]
     found.logsumexp = ChunkedRows(2, [torch.cat([each.logsumexp.all_rows() for each in ranks], 1)])
     if all(each.q is not None and each.k is not None for each in ranks):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from multihead.errors import ProbeError
 from multihead.errors.arguments import check_integer
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import visible_cells, working_dtype
+from multihead.kernels.parts import POOLED_MAP, RECEIVED, PartName
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.locale.escaping import escape_controls
 from multihead.probes.blocks import BlockSums
@@ -20,6 +22,7 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.context import PoolOperation
 from multihead.probes.lookups import weight_at_offset
 from multihead.probes.measured_call import MeasuredCall
+from multihead.probes.probe import PartValues, Probe, Statistic
 from multihead.probes.statistics import NO_CONTEXT
 from multihead.probes.tile import head_indices, tile
 from multihead.record import notebook, summaries
@@ -38,8 +41,13 @@ from multihead.record.table import head_rows
 from multihead.record.texts import GrowingText, Text
 from multihead.scores.bias import values_of
 
-STATISTICS_PER_KEY = frozenset({"received", "coverage"})
-STATISTICS_PER_MAP = frozenset({"pooled_map"})
+
+class OwnStatistics(dict[str, Statistic]):
+    """The statistics of a record that are not built in, by name; pickled without functions, which may not be known."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the statistics without the functions of probes."""
+        return OwnStatistics, ({name: each.without_function() for name, each in self.items()},)
 
 
 @dataclass(eq=False, repr=False)
@@ -60,7 +68,7 @@ class SampleRecord:
         growing_query_text: text of the queries so far in cross-attention; without tokens in self-attention.
         split: tokens of this rank if a sequence is split over ranks, else None. In a split sample `q`, `logsumexp` and
             the statistics are for the rank's queries, and `k` has the rank's keys.
-        counted: name -> `Statistic.counted`, for statistics that are not built in.
+        own: the statistics that are not built in.
     """
 
     name: str
@@ -75,10 +83,11 @@ class SampleRecord:
     growing_key_text: GrowingText = field(default_factory=GrowingText)
     growing_query_text: GrowingText = field(default_factory=GrowingText)
     split: TokensOfRank | None = None
-    counted: dict[str, str] = field(default_factory=dict)
-    _per_query: dict[str, ChunkedRows] = field(default_factory=dict)  # statistics per query, (heads, queries)
-    _not_per_query: dict[str, Tensor] = field(default_factory=dict)  # statistics that are not per query
-    _newest_pooled_map: tuple[int, Tensor] | None = None
+    own: OwnStatistics = field(default_factory=OwnStatistics)
+    _per_query: dict[str, ChunkedRows] = field(default_factory=dict)  # (heads, queries) each
+    _per_key: dict[str, Tensor] = field(default_factory=dict)  # (heads, keys) each, over all calls
+    _maps: dict[str, Tensor] = field(default_factory=dict)  # (heads, rows, columns) each
+    _calls_of_maps: int = 0  # number of calls that the maps are of
 
     @property
     def num_heads(self) -> int:
@@ -146,24 +155,21 @@ class SampleRecord:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """All statistics, name -> (heads, queries), on the CPU.
+        """All statistics, name -> (heads, queries), on the CPU; (heads, keys) or (heads, rows, columns) by their axes.
 
-        `received` and `coverage` are (heads, keys), `pooled_map` is (heads, rows, columns). A sample with several calls
-        has a pooled map only if q and k were kept and `map_pool` is "mean".
+        A sample with several calls has maps only if q and k were kept, and `map_pool` is "mean" or one call was added.
         """
-        found = self.per_query | self._not_per_query
-        if len(self.calls) > 1 and "pooled_map" in found:
-            # the pooled map of the first call has smaller blocks than the pooled map of all calls
-            del found["pooled_map"]
-            if (
-                self.keeps_weights
-                and self.map_pool == "mean"
-                and (self._newest_pooled_map is None or self._newest_pooled_map[0] != len(self.calls))
-            ):
-                self._newest_pooled_map = (len(self.calls), self.map(bins=self.map_size))
-            if self._newest_pooled_map is not None and self._newest_pooled_map[0] == len(self.calls):
-                found["pooled_map"] = self._newest_pooled_map[1]
-        return found
+        if self._maps and self._calls_of_maps != len(self.calls):
+            # The map of one call has smaller blocks than the map of all calls.
+            can = self.keeps_weights and self.map_pool == "mean"
+            whole: dict[PartName, Tensor] = {POOLED_MAP.name: self.map(bins=self.map_size)} if can else {}
+            self._maps, self._calls_of_maps = self._computed_from(whole, self._maps), len(self.calls)
+        return self.per_query | self._per_key | self._maps
+
+    @property
+    def has_statistics_per_key(self) -> bool:
+        """Whether there is a statistic with a number per key."""
+        return bool(self._per_key)
 
     @property
     def per_query(self) -> dict[str, Tensor]:
@@ -182,33 +188,42 @@ class SampleRecord:
         """Summarise each statistic over the queries that count, see `Statistic.counted`: name -> (heads,) float64."""
         return summaries.summarise_samples([self.measured()], of)
 
-    def measured(self) -> dict[str, MeasuredStatistic]:
-        """Return each floating-point statistic, and which queries count in its summaries: (heads, queries) each."""
+    def measured(self, num_keys: int | None = None) -> dict[str, MeasuredStatistic]:
+        """Return each floating-point statistic, and which queries count in its summaries: (heads, queries) each.
+
+        Args:
+            num_keys: number of keys of the text, if later calls have added some to those of this record.
+        """
         sees, positions, ids = self.sees, self.positions, self.text.ids
-        rows, keys = torch.tensor(self.calls).unbind(1)  # (calls, 2) each
-        num_keys = keys[:, 1].repeat_interleave(rows[:, 1] - rows[:, 0])  # number of keys in the call of each query
-        windows = [torch.full((each.num_queries,), each.key_start * each.is_window) for each in self.segments]
-        first = torch.cat(windows)[: len(positions)]  # the first key of the window of each query; 0 without windows
+        # Each window is a text of its own.
+        have_windows = any(each.is_window for each in self.segments)
+        whole = self.num_keys if num_keys is None else num_keys
+        ends = [(each.key_start, each.key_stop) if have_windows else (0, whole) for each in self.segments]
+        rows = torch.tensor([each.num_queries for each in self.segments])
+        first, stop = (each.repeat_interleave(rows)[: len(positions)] for each in torch.tensor(ends).unbind(1))
         occurred = None if ids is None else partial(summaries.occurred_before, positions, ids)
-        rules = {name: self.counted.get(name) or statistic(name).counted for name in self.per_query}
+        rules = {name: statistic(name, self.own).counted for name in self.per_query}
         return {
             name: MeasuredStatistic(
-                value, summaries.queries_that_count(rules[name], sees, positions - first, num_keys - first, occurred)
+                value, summaries.queries_that_count(rules[name], sees, positions - first, stop - first, occurred)
             )
             for name, value in self.per_query.items()
             if value.is_floating_point()
         }
 
+    def keep_statistics_counted_later(self) -> None:
+        """Drop the statistics for which no query counts because of a key of a later call."""
+        later = {name for name in self._per_query if statistic(name, self.own).counted_offset > 0}
+        self._per_query = {name: rows for name, rows in self._per_query.items() if name in later}
+        self._per_key, self._maps = {}, {}
+
     def set_statistics(self, statistics: dict[str, Tensor]) -> None:
-        """Replace all statistics of the sample."""
-        self._not_per_query = {
-            name: value for name, value in statistics.items() if name in STATISTICS_PER_KEY | STATISTICS_PER_MAP
-        }
-        self._per_query = {
-            name: ChunkedRows(1, [value]) for name, value in statistics.items() if name not in self._not_per_query
-        }
-        if "pooled_map" in statistics:
-            self._newest_pooled_map = (len(self.calls), statistics["pooled_map"])
+        """Replace all statistics of the sample, which are over all its calls."""
+        by_axes: dict[str, dict[str, Tensor]] = {"queries": {}, "keys": {}, "map": {}}
+        for name, value in statistics.items():
+            by_axes[statistic(name, self.own).axes][name] = value
+        self._per_query = {name: ChunkedRows(1, [value]) for name, value in by_axes["queries"].items()}
+        self._per_key, self._maps, self._calls_of_maps = by_axes["keys"], by_axes["map"], len(self.calls)
 
     def append_call(self, segment: Segment, logsumexp: Tensor, statistics: dict[str, Tensor], q: Tensor | None) -> None:
         """Append an attention call that continues the sample's previous calls; the caller appends the new keys to `k`.
@@ -236,18 +251,37 @@ class SampleRecord:
         # A statistic that was not measured in one call is dropped for the whole sample.
         self._per_query = {name: rows for name, rows in self._per_query.items() if name in statistics}
         for name, rows in self._per_query.items():
-            value = statistics[name]
-            rows.add(value + segment.key_start * (value >= 0) if name == "largest_key" else value)
-        self._not_per_query = {name: value for name, value in self._not_per_query.items() if name in statistics}
-        if "received" in self._not_per_query:
-            total, more = self._not_per_query["received"], statistics["received"]
-            self._not_per_query["received"] = add_received_weights(total, more, segment.key_start)
-        if "coverage" in self._not_per_query:
-            if "received" in self._not_per_query:
-                self._not_per_query["coverage"] = self._not_per_query["received"].clamp(max=1)
-            else:
-                # the coverage per key is clamped to 1, so that of several calls cannot be added
-                del self._not_per_query["coverage"]
+            rows.add(statistics[name])
+        self._maps = {name: value for name, value in self._maps.items() if name in statistics}
+        names = [name for name in self._per_key if name in statistics]
+        received: dict[PartName, Tensor] = {}
+        if RECEIVED.name in names:
+            more = statistics[str(RECEIVED.name)]
+            received[RECEIVED.name] = add_received_weights(self._per_key[str(RECEIVED.name)], more, segment.key_start)
+        self._per_key = self._computed_from(received, names)
+
+    def join_queries(self, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Join statistics of this text, measured on different queries of it, in the order of these.
+
+        Args:
+            pieces: name -> (heads, queries of the piece), or (heads, keys), summed over these queries.
+        """
+        common = [name for name in pieces[0] if all(name in each for each in pieces)]
+        by_key = [name for name in common if statistic(name, self.own).axes == "keys"]
+        joined = {name: torch.cat([each[name] for each in pieces], 1) for name in common if name not in by_key}
+        received: dict[PartName, Tensor] = {
+            name: torch.stack([each[name] for each in pieces]).sum(0) for name in by_key if name == RECEIVED.name
+        }
+        return joined | self._computed_from(received, by_key)
+
+    def _computed_from(self, parts: PartValues, names: Iterable[str]) -> dict[str, Tensor]:
+        """Compute statistics from parts over all calls; leave out those whose function or part is unknown."""
+        found = {}
+        for name in names:
+            probe = statistic(name, self.own)
+            if isinstance(probe, Probe) and probe.parts <= parts.keys():
+                found[name] = probe.of(parts)
+        return found
 
     def __repr__(self) -> str:
         """Return one line: the name of the layer, and the numbers of heads, queries and keys."""
@@ -270,7 +304,7 @@ class SampleRecord:
         rows, keys = self.calls[index]
         segment = next(each for each in self.segments if each.row_start <= rows[0] and rows[1] <= each.row_stop)
         alone = SampleRecord(
-            self.name, self.map_size, self.map_pool, cross_attention=self.cross_attention, counted=self.counted
+            self.name, self.map_size, self.map_pool, cross_attention=self.cross_attention, own=self.own
         )
         alone.logsumexp.add(self.logsumexp.rows_between(*rows))
         alone.q = None if self.q is None else ChunkedRows(2, [self.q.rows_between(*rows)])
@@ -286,7 +320,8 @@ class SampleRecord:
             self.growing_query_text.text(self.num_queries).slice_tokens(*rows)
         )
         alone._per_query = {name: ChunkedRows(1, [each.rows_between(*rows)]) for name, each in self._per_query.items()}
-        alone._not_per_query = dict(self._not_per_query) if len(self.calls) == 1 else {}
+        if len(self.calls) == 1:
+            alone._per_key, alone._maps, alone._calls_of_maps = dict(self._per_key), dict(self._maps), 1
         return alone
 
     def weights(self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:

@@ -129,11 +129,14 @@ def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str,
         "texts": texts.as_json(tensors),
         "layers": layers,
     }
-    # `counted` is a separate entry, so that earlier versions of the library, whose statistics lack this field, can open
-    # the file.
+    # `counted` and `axes` are separate entries, so that earlier versions of the library, whose statistics lack these
+    # fields, can open the file.
     counted = {name: each.counted for name, each in record.statistics.items() if each.counted != "all"}
     if counted:
         data["counted"] = counted
+    axes = {name: each.axes for name, each in record.statistics.items() if each.axes != "queries"}
+    if axes:
+        data["axes"] = axes
     probes = [each for each in record.statistics.values() if isinstance(each, Probe)]
     parts = {
         each.name: [*each.only_part, None if each.tokens is None else sorted(each.tokens)]

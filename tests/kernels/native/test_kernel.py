@@ -324,7 +324,8 @@ from multihead import masks
 from multihead.kernels.call import AttentionRequest
 from multihead.functional import attend, request_of
 from multihead.kernels.native import kernel
-from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT
+from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS
+from multihead.kernels.parts import SPECIAL_MASS
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.quantised import Int8Scales, quantise
 from dataclasses import replace
@@ -341,7 +342,7 @@ def run(length, way):
     leaves = [x.requires_grad_("gradients" in way) for x in (q,)] + [k, v]
     request = request_of(*leaves, masks.Window(64) | masks.Prefix(8), scales=scales, **options)
     if "statistics" in way:
-        request = replace(request, requested_statistics=PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT})
+        request = replace(request, requested_statistics=PARTS_OF_ONE_PASS - {SPECIAL_MASS.name})
     output = kernel.attend(request, bounds_of(request)).output
     if "gradients" in way:
         output.sum().backward()

@@ -15,14 +15,12 @@ from multihead.functional import request_of
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.native import kernel, library
 from multihead.kernels.native.statistics import (
-    OFFSET_WEIGHTS,
     PARTS_OF_ONE_PASS,
-    SPECIAL_KEYS_WEIGHT,
     measure_in_one_pass,
     statistics_of_one_pass,
     sum_weights_per_key,
 )
-from multihead.kernels.parts import PartName
+from multihead.kernels.parts import SPECIAL_MASS, PartName
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.positions import TilePositions
 from multihead.probes import PROBES
@@ -32,7 +30,7 @@ from tests.kernel_names import NATIVE_DTYPES, needs_native
 
 pytestmark = needs_native
 SETS = [each.name for each in library.instruction_sets() if each.is_supported_by_cpu]
-IN_THE_PASS = PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT}
+IN_THE_PASS = PARTS_OF_ONE_PASS - {SPECIAL_MASS.name}
 # Part -> the statistic of the dense definitions that is this part alone.
 STATISTIC = {
     part: name
@@ -209,7 +207,7 @@ def test_rows_without_a_logsumexp_count_as_nothing_in_what_keys_receive() -> Non
 
 
 def test_only_what_is_wanted_is_measured() -> None:
-    found = statistics_of_one_pass(frozenset(("received", "entropy", ("offset_mass", 0), SPECIAL_KEYS_WEIGHT)))
+    found = statistics_of_one_pass(frozenset(("received", "entropy", ("offset_mass", 0), SPECIAL_MASS.name)))
     assert found.requested_bits == 1 + 16
     assert found.parts == ("entropy", ("offset_mass", 0), None, None)
 
@@ -219,6 +217,7 @@ def test_the_results_of_an_operator_are_named_by_part() -> None:
     rows = torch.arange(9.0)[:, None, None, None].expand(9, 2, 3, 4)
     parts = found.name_results(rows, torch.full((2, 3, 4), 7))
     assert found.requested_bits == 255
-    order = ("entropy", "largest_weight", "mean_distance", "distance_spread", *OFFSET_WEIGHTS, ("first_keys_mass", 1))
-    assert [float(parts[part][0, 0, 0]) for part in (*order, SPECIAL_KEYS_WEIGHT)] == list(range(9))
+    offsets = [("offset_mass", offset) for offset in (0, -1, 1)]
+    order = ("entropy", "largest_weight", "mean_distance", "distance_spread", *offsets, ("first_keys_mass", 1))
+    assert [float(parts[part][0, 0, 0]) for part in (*order, SPECIAL_MASS.name)] == list(range(9))
     assert torch.equal(parts["largest_key"], torch.full((2, 3, 4), 7))

@@ -19,8 +19,8 @@ from multihead.kernels.native import library
 from multihead.kernels.native.call import OperatorCall, function_of_operator
 from multihead.kernels.native.kernel import MAX_INT8_QUERIES, gradients
 from multihead.kernels.native.operator import DTYPES
-from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, SPECIAL_KEYS_WEIGHT, statistics_of_one_pass
-from multihead.kernels.parts import PartName
+from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS, statistics_of_one_pass
+from multihead.kernels.parts import SPECIAL_MASS, PartName
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.quantised import Int8Scales
 from multihead.masks import Causal, Full, Lengths, Mask, Window
@@ -33,7 +33,7 @@ _grad_enabled = torch.is_grad_enabled
 # The instruction sets with which some calls are slower than with PyTorch's kernel.
 _SETS_SLOWER_THAN_PYTORCH = frozenset(name for name, _ in PYTORCH_SPEEDUPS)
 
-EAGER_STATISTICS = statistics_of_one_pass(PARTS_OF_ONE_PASS - {SPECIAL_KEYS_WEIGHT})
+EAGER_STATISTICS = statistics_of_one_pass(PARTS_OF_ONE_PASS - {SPECIAL_MASS.name})
 """The statistics that `statistics` measures: all of `PARTS_OF_ONE_PASS` except the weight on special keys."""
 
 

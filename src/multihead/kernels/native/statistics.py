@@ -21,24 +21,37 @@ from multihead.kernels.native.call import (
     key_sums,
     operator_arguments,
 )
-from multihead.kernels.parts import PartName
+from multihead.kernels.parts import (
+    DISTANCE_SPREAD,
+    ENTROPY,
+    FIRST_KEYS_MASS,
+    LARGEST_KEY,
+    LARGEST_WEIGHT,
+    MEAN_DISTANCE,
+    OFFSET_MASS,
+    POOLED_MAP,
+    RECEIVED,
+    SPECIAL_MASS,
+    PartName,
+)
 from multihead.masks.base import KeyBounds
 from multihead.tensors.tracing import is_intercepted
 
-FIRST_KEY_WEIGHT: PartName = ("first_keys_mass", 1)
-SPECIAL_KEYS_WEIGHT: PartName = ("tokens_mass", "special")
-OFFSET_WEIGHTS: dict[PartName, int] = {("offset_mass", offset): offset for offset in (0, -1, 1)}
-# Statistic of the operator, in the order of STATISTICS in csrc/operator.cpp -> the part in each of its result rows.
-_PARTS_OF_STATISTICS: dict[str, tuple[PartName, ...]] = {
-    **{name: (name,) for name in ("entropy", "largest_weight", "mean_distance", "distance_spread")},
-    "offset_weights": tuple(OFFSET_WEIGHTS),
-    "target_key_weight": (FIRST_KEY_WEIGHT,),
-    "special_keys_weight": (SPECIAL_KEYS_WEIGHT,),
-    "largest_key": ("largest_key",),
-}
-_TARGET_FLAG, _SPECIAL_FLAG = 32, 64
-PARTS_OF_ONE_PASS: frozenset[PartName] = frozenset(part for parts in _PARTS_OF_STATISTICS.values() for part in parts)
-PARTS_OF_SECOND_PASS: frozenset[PartName] = frozenset({"received", "pooled_map"})
+FIRST_KEY_WEIGHT = FIRST_KEYS_MASS(1).name
+# The parts in the result rows of each statistic of the operator, in the order of STATISTICS in csrc/operator.cpp.
+_PARTS_OF_STATISTICS: tuple[tuple[PartName, ...], ...] = (
+    (ENTROPY.name,),
+    (LARGEST_WEIGHT.name,),
+    (MEAN_DISTANCE.name,),
+    (DISTANCE_SPREAD.name,),
+    tuple(OFFSET_MASS(offset).name for offset in (0, -1, 1)),
+    (FIRST_KEY_WEIGHT,),
+    (SPECIAL_MASS.name,),
+    (LARGEST_KEY.name,),
+)
+_TARGET, _SPECIAL = (_PARTS_OF_STATISTICS.index((part,)) for part in (FIRST_KEY_WEIGHT, SPECIAL_MASS.name))
+PARTS_OF_ONE_PASS: frozenset[PartName] = frozenset(part for parts in _PARTS_OF_STATISTICS for part in parts)
+PARTS_OF_SECOND_PASS: frozenset[PartName] = frozenset({RECEIVED.name, POOLED_MAP.name})
 
 
 # Key bounds -> lengths of the packed samples, and the marks of their first keys.
@@ -75,16 +88,16 @@ def statistics_of_one_pass(
         packed: whether samples are packed into one row, each with its own first key; these first keys are passed as
             special keys, of which a query sees only that of its sample.
     """
-    rows = dict(_PARTS_OF_STATISTICS)
+    rows = list(_PARTS_OF_STATISTICS)
     if packed:
-        rows |= {"target_key_weight": (), "special_keys_weight": (FIRST_KEY_WEIGHT,)}
+        rows[_TARGET], rows[_SPECIAL] = (), (FIRST_KEY_WEIGHT,)
     elif not special:
-        rows["special_keys_weight"] = ()
+        rows[_SPECIAL] = ()
     statistics, parts = 0, []
-    for bit, of_name in enumerate(rows.values()):
-        if requested.intersection(of_name):
+    for bit, of_statistic in enumerate(rows):
+        if requested.intersection(of_statistic):
             statistics |= 1 << bit
-            parts += [part if part in requested else None for part in of_name]
+            parts += [part if part in requested else None for part in of_statistic]
     return OperatorStatistics(statistics, tuple(parts))
 
 
@@ -102,11 +115,11 @@ def choose_operator_statistics(
     if isinstance(start, int):
         start = torch.full((batch,), start, device="cpu") if start else None
     first = None
-    if found.requested_bits & _TARGET_FLAG:
+    if found.requested_bits & 1 << _TARGET:
         first = first_key_of_samples(request, bounds)
         first = first if len(first) == batch else first.repeat(batch)
     special = _first_keys_of_samples(request, bounds) if packed else special_keys
-    return found, (found.requested_bits, start, first, special if found.requested_bits & _SPECIAL_FLAG else None)
+    return found, (found.requested_bits, start, first, special if found.requested_bits & 1 << _SPECIAL else None)
 
 
 def _first_keys_of_samples(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
