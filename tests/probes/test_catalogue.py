@@ -35,6 +35,11 @@ def test_each_has_a_definition_a_label_and_a_unit_or_none(name: str) -> None:
     assert (probe.unit == "%") == (probe.number_format == "share")
 
 
+def test_what_is_an_index_or_has_no_number_per_query_has_no_mean() -> None:
+    without = [name for name, probe in PROBES.items() if not probe.has_mean]
+    assert without == ["largest_key", "received", "coverage", "pooled_map"]
+
+
 def test_labels_are_unique() -> None:
     assert len({probe.label for probe in PROBES.values()}) == len(PROBES)
 

@@ -40,20 +40,20 @@ from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
 from multihead.observation.recorder import Recorder
-from multihead.probes.catalogue import DEFAULT, ENTROPY, LARGEST_KEY, reject_unknown_set
+from multihead.probes.catalogue import DEFAULT, ENTROPY, LARGEST_KEY, PROBES, reject_unknown_set
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
 
 
 def census_probes(wanted: ProbeOrName | Sequence[ProbeOrName] | None) -> tuple[Probe, ...]:
-    """Return the probes of a census, by default those of `multihead.probes.DEFAULT` except the largest key.
+    """Return the probes of a census, by default those of `multihead.probes.DEFAULT` that have a mean.
 
     Raises:
         ProbeError: a statistic is unknown, or has no number per query that can be summed.
     """
-    found = resolve_probes([name for name in DEFAULT if name != LARGEST_KEY.name] if wanted is None else wanted)
+    found = resolve_probes([name for name in DEFAULT if PROBES[name].has_mean] if wanted is None else wanted)
     for probe in found:
-        if probe.axes != "queries" or probe.name == LARGEST_KEY.name:
+        if not probe.has_mean:
             raise ProbeError(
                 f"{probe.name} has no number per query that can be added up.",
                 f'Give probes such as "{ENTROPY.name}".',

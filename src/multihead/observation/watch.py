@@ -18,7 +18,7 @@ from multihead.models.trainer import call_around_steps
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
-from multihead.probes.catalogue import ENTROPY, LARGEST_KEY, LARGEST_SCORE
+from multihead.probes.catalogue import ENTROPY, LARGEST_SCORE
 from multihead.probes.choices import WATCHED, WITH_MAXIMUM
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
@@ -86,7 +86,7 @@ class Watch:
         self.model, self.every, self.layers, self.per_head, self.log = model, every, layers, per_head, log
         self.probes: tuple[Probe, ...] = resolve_probes(WATCHED if probes is None else probes)
         for probe in self.probes:
-            if probe.axes != "queries" or probe == LARGEST_KEY:
+            if not probe.has_mean:
                 raise ProbeError(
                     f"{probe.name} has no mean over the queries of a head.", f'Give probes such as "{ENTROPY.name}".'
                 )

@@ -232,6 +232,11 @@ class Probe(Statistic):
         """The part that the statistic equals; None if the statistic is computed from parts."""
         return next(iter(self.parts)) if isinstance(self.of, itemgetter) and len(self.parts) == 1 else None
 
+    @property
+    def has_mean(self) -> bool:
+        """Whether the statistic has a number per query that can be averaged, which the index of a key is not."""
+        return self.axes == "queries" and (self.only_part is None or not part_named(self.only_part).is_integer)
+
     def without_function(self) -> Statistic:
         """Return the statistic without its function, so that another process can load it; self if it is one part."""
         if self.only_part is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from multihead.kinds import MIXED, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import statistic_label, unit_label
-from multihead.probes.catalogue import LARGEST_KEY, PROBES, REPEAT_PROBES, SEPARATOR_STATISTIC, statistic
+from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR_STATISTIC, statistic
 from multihead.probes.choices import FOCUS
 from multihead.probes.probe import Probe, Statistic
 from multihead.record.profiles import LayerKinds
@@ -37,8 +37,8 @@ def describe_column(shown: Statistic, lang: str) -> dict[str, Any]:
 
 def columns_not_recorded(names: Iterable[str], lang: str) -> list[dict[str, str]]:
     """List the id and label of the built-in statistics that have columns in a page and are not among `names`."""
-    known = {*names, LARGEST_KEY.name}  # the key with the largest weight is an index, which has no mean
-    built_in = [probe.without_function() for probe in PROBES.values() if probe.axes == "queries"]
+    known = {*names}
+    built_in = [probe.without_function() for probe in PROBES.values() if probe.has_mean]
     missing = (each for each in (*built_in, *map(statistic, REPEAT_PROBES)) if each.name not in known)
     return [{"id": each["id"], "label": each["label"]} for each in (describe_column(one, lang) for one in missing)]
 
