@@ -6,14 +6,16 @@
 #include "call.h"
 #include "threads.h"
 
-// values and counted are (batch, heads, queries), totals and counts (heads), bins (heads, num_bins). A value's bin is
-// the exponent and the first 6 bits of the mantissa of its floating-point number, less `first_bin`; numbers outside the
-// histogram are in its first or last bin, negative ones in the first, NaN in the last.
+// values and counted are (batch, heads, queries), totals and counts (heads), bins (heads, num_bins). The second half of a
+// histogram has the values from 0, whose bin is the exponent and the first 6 bits of the mantissa of the floating-point
+// number, less `first_bin`; numbers outside the histogram are in its first or last bin, NaN in the last. The first half
+// has the negative values in the reverse order, so that values ascend, but those of the bin of 0 are in that one.
 EXPORT void multihead_summarise(const float *values, const uint8_t *counted, int64_t batch, int64_t heads,
                                 int64_t queries, int64_t first_bin, int64_t num_bins, double *totals, double *counts,
                                 int64_t *bins, int64_t threads) {
+  const int64_t last = num_bins / 2 - 1;  // index of the last bin of each sign
   const auto summarise_head = [=](int64_t head) {
-    int64_t *const histogram = bins + head * num_bins;
+    int64_t *const histogram = bins + head * num_bins + last + 1;  // begins with the bin of 0
     double total = 0;
     int64_t count = 0;
     for (int64_t sample = 0; sample < batch; sample++) {
@@ -22,8 +24,8 @@ EXPORT void multihead_summarise(const float *values, const uint8_t *counted, int
         if (!counted[i]) continue;
         int32_t bits;
         memcpy(&bits, values + i, sizeof bits);
-        const int64_t bin = (bits >> 17) - first_bin;
-        histogram[bin < 0 ? 0 : bin < num_bins ? bin : num_bins - 1]++;
+        const int64_t size = ((bits & INT32_MAX) >> 17) - first_bin, bin = size < 0 ? 0 : size < last ? size : last;
+        histogram[bin && values[i] < 0 ? -1 - bin : bin]++;
         total += values[i];
         count++;
       }

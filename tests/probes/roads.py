@@ -885,12 +885,6 @@ class Unmended:
 
 UNMENDED = (
     Unmended(
-        'a histogram of keep="summary" counts negative values as 0, those of a census do not: one accumulator for all',
-        ("*, summary",),
-        ("queries", "kernel"),
-        readings=("quantiles",),
-    ),
-    Unmended(
         "the tokens of a text that is padded on the left are read from the start of its row: one value says which "
         "token belongs to which text",
         ("padded left*",),

@@ -47,13 +47,16 @@ def test_the_summary_is_that_of_the_texts(of: str) -> None:
 
 def test_a_percentile_is_one_of_the_values_within_a_hundredth() -> None:
     values = torch.rand(3, 1000, generator=torch.Generator().manual_seed(0)).double() ** 9 * 1e4
-    sketch = QuantileSketch.empty(3)
-    sketch.add(values, torch.ones(3, 1000, dtype=torch.bool))
-    for share in (0.0, 0.5, 0.95, 1.0):
-        expected = values.quantile(share, dim=-1, interpolation="lower")
-        torch.testing.assert_close(
-            sketch.quantile(share), expected.where(expected > MIN_BINNED_VALUE, 0.0), rtol=0.0101, atol=0
-        )
+    values[1] *= -1
+    values[2, ::3] *= -1
+    for numbers in (values, values.float()):
+        sketch = QuantileSketch.empty(3)
+        sketch.add(numbers, torch.ones(3, 1000, dtype=torch.bool))
+        for again in (sketch, QuantileSketch.from_tensors(**sketch.tensors()), pickle.loads(pickle.dumps(sketch))):
+            for share in (0.0, 0.3, 0.5, 0.95, 1.0):
+                expected = numbers.double().quantile(share, dim=-1, interpolation="lower")
+                expected = expected.where(expected.abs() > MIN_BINNED_VALUE, 0.0)
+                torch.testing.assert_close(again.quantile(share), expected, rtol=0.0101, atol=0)
 
 
 def test_the_maximum_of_the_largest_score_is_exact_and_may_be_negative() -> None:
@@ -86,9 +89,8 @@ def test_the_smallest_the_largest_and_what_is_no_number_are_counted_too() -> Non
 @pytest.mark.parametrize("shape", [(7, 3, 41), (3, 41), (2, 3, 0), (0, 3, 4)])
 def test_the_native_library_adds_the_same_values_to_the_same_bins(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
-    values = torch.exp(
-        8 * torch.randn(shape, generator=generator)
-    )  # from below MIN_BINNED_VALUE to above MAX_BINNED_VALUE
+    # from below MIN_BINNED_VALUE to above MAX_BINNED_VALUE, of both signs
+    values = torch.exp(8 * torch.randn(shape, generator=generator)) * torch.randn(shape, generator=generator).sign()
     extremes = torch.tensor([0.0, -0.0, -2.5, 1e-42, MIN_BINNED_VALUE, MAX_BINNED_VALUE, torch.inf, -torch.inf])
     values.view(-1)[: len(extremes)] = extremes[: values.numel()]
     if values.numel():
@@ -150,7 +152,7 @@ def test_more_texts_take_no_more_memory() -> None:
 
     few, many = read(ids(1, 8), keep="summary"), read(*[ids(4, 8, seed=seed) for seed in range(9)], keep="summary")
     assert held(few) == held(many)
-    assert held(few) / len(few.layers) / 4 <= len(PROBES) * 8 * (NUM_BINS + 2)
+    assert held(few) / len(few.layers) / 4 <= len(PROBES) * 8 * (2 * NUM_BINS + 2)
 
 
 def test_a_pickled_summary_takes_the_memory_of_its_statistics() -> None:

@@ -211,8 +211,6 @@ class LayerSums(RunningSummary):
         current_batch: the batch of texts on which the model runs now.
         sketch_of_all_rows: one quantile sketch of all rows; the sketches in `statistics` are views of its tensors.
         row_sums: the moments and extremes of each row.
-        negative_bins: (rows, bins) int64, histogram of the absolute values of the negative values; None if no value was
-            negative.
         strongest: the strongest examples of each row.
     """
 
@@ -221,7 +219,6 @@ class LayerSums(RunningSummary):
     current_batch: CurrentBatch = field(kw_only=True)
     sketch_of_all_rows: QuantileSketch = field(init=False)
     row_sums: StatisticSums = field(init=False)
-    negative_bins: Tensor | None = None
     strongest: StrongestExamples = field(init=False)
     takes_batches: ClassVar[bool] = True
 
@@ -229,7 +226,8 @@ class LayerSums(RunningSummary):
         """Create the sums of the statistics `names`, without a query."""
         rows = len(names) * self.num_heads
         self.sketch_of_all_rows = QuantileSketch.empty(rows)
-        views = (each.split(self.num_heads) for each in self.sketch_of_all_rows.tensors().values())
+        whole = self.sketch_of_all_rows
+        views = (each.split(self.num_heads) for each in (whole.total, whole.count, whole.bins))
         self.statistics = {name: QuantileSketch(*tensors) for name, *tensors in zip(names, *views, strict=True)}
         self.row_sums = StatisticSums.empty(rows)
         self.strongest = StrongestExamples.empty(rows, self.examples)
@@ -260,8 +258,6 @@ class LayerSums(RunningSummary):
         about_chance = self._compare_with_chance(flat, levels, taken, total)
         flat.masked_fill_(left_out, torch.inf)
         minimum = flat.amin(-1).double()
-        if bool((minimum < 0).any()):
-            self._add_negative_values(flat, taken)
         flat.masked_fill_(left_out, -torch.inf)
         maximum = flat.amax(-1).double()
         of_batch = StatisticSums(count.long(), num_nonfinite, mean, squares, *about_chance, minimum, maximum)
@@ -296,27 +292,8 @@ class LayerSums(RunningSummary):
         squares = torch.where(has_query, excess - mean[:, None], 0.0).square().sum(-1)
         return chance, num_texts, mean, squares
 
-    def _add_negative_values(self, flat: Tensor, taken: Tensor) -> None:
-        """Count negative values in `negative_bins`; the quantile sketch counts negative values in its first bin too."""
-        of_batch = QuantileSketch.empty(len(flat))
-        if self.negative_bins is not None:
-            of_batch.bins = self.negative_bins
-        of_batch.add(-flat[None], (taken & (flat < 0))[None])
-        self.negative_bins = of_batch.bins
-
     def filled_bins(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
         """Return row, representative value and count of each non-empty bin, ordered by row and value: (bins,) each."""
         bins = self.sketch_of_all_rows.bins
-        if self.negative_bins is not None:
-            bins = bins.clone()
-            bins[:, 0] -= self.negative_bins.sum(-1)
         row, place = bins.nonzero().unbind(1)
-        count, value = bins[row, place], value_of_bin(place)
-        if self.negative_bins is not None:
-            below, place = self.negative_bins.nonzero().unbind(1)
-            row = torch.cat([below, row])
-            count = torch.cat([self.negative_bins[below, place], count])
-            value = torch.cat([-value_of_bin(place), value])
-            order = torch.from_numpy(np.lexsort((value.numpy(), row.numpy())))
-            row, value, count = row[order], value[order], count[order]
-        return row.numpy(), value.numpy(), count.numpy()
+        return row.numpy(), value_of_bin(place).numpy(), bins[row, place].numpy()

@@ -361,10 +361,15 @@ def _read_running_summary(data: dict[str, Any], tensors: dict[str, Tensor], vers
             part: _checked_tensor(tensors[parts[part]], (heads,), part, torch.float64)
             for part in ("total", "count", *{"maximum"}.intersection(parts))
         }
-        bins = _checked_tensor(
-            tensors[parts["bins"]], (heads, NUM_BINS if version > 1 else _NUM_BINS_OF_VERSION_1), "bins", torch.int64
-        )
-        found.statistics[name] = QuantileSketch(bins=bins if version > 1 else _convert_old_bins(bins), **per_head)
+        if version > 1:
+            bins = {
+                part: _checked_tensor(tensors[parts[part]], (heads, NUM_BINS), part, torch.int64)
+                for part in ("bins", *{"negative_bins"}.intersection(parts))
+            }
+        else:
+            old = _checked_tensor(tensors[parts["bins"]], (heads, _NUM_BINS_OF_VERSION_1), "bins", torch.int64)
+            bins = {"bins": _convert_old_bins(old)}
+        found.statistics[name] = QuantileSketch.from_tensors(**bins, **per_head)
     return found
 
 
@@ -396,10 +401,10 @@ def _read_repeated_tokens(data: Any, tensors: dict[str, Tensor], heads: int) -> 
 
 
 def _convert_old_bins(bins: Tensor) -> Tensor:
-    """Convert histograms of file version 1, with bins of ratio 1.02, to the current bins: (heads, NUM_BINS)."""
+    """Convert histograms of file version 1, with bins of ratio 1.02, to bins of values from 0: (heads, NUM_BINS)."""
     values = 1e-9 * 1.02 ** torch.arange(_NUM_BINS_OF_VERSION_1, dtype=torch.float64) * 2 / 2.02
     values[0] = 0
-    return torch.zeros(len(bins), NUM_BINS, dtype=torch.int64).index_add_(1, bin_of_value(values), bins)
+    return torch.zeros(len(bins), NUM_BINS, dtype=torch.int64).index_add_(1, bin_of_value(values) - NUM_BINS, bins)
 
 
 def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:

@@ -142,15 +142,19 @@ def _merge_summaries(layers: list[LayerRecord], *, same_heads: bool) -> RunningS
     for name in first.statistics:
         of_ranks = [each.statistics[name] for each in summaries if name in each.statistics]
         if len(of_ranks) == len(summaries):
-            parts = {part: [getattr(each, part) for each in of_ranks] for part in of_ranks[0].tensors()}
-            found.statistics[name] = QuantileSketch(**{
-                part: torch.cat(tensors)
-                if not same_heads
-                else torch.stack(tensors).amax(0) if part == "maximum" else torch.stack(tensors).sum(0)
-                for part, tensors in parts.items()
-            })  # fmt: skip
+            found.statistics[name] = _merge_sketches(of_ranks, same_heads=same_heads)
             found.num_heads = len(found.statistics[name].total)
     return found
+
+
+def _merge_sketches(ranks: Sequence[QuantileSketch], *, same_heads: bool) -> QuantileSketch:
+    total, count, bins = (
+        torch.stack(tensors).sum(0) if same_heads else torch.cat(tensors)
+        for tensors in zip(*((each.total, each.count, each.bins) for each in ranks), strict=True)
+    )
+    largest = [each.maximum for each in ranks if each.maximum is not None]
+    maximum = None if not largest else torch.stack(largest).amax(0) if same_heads else torch.cat(largest)
+    return QuantileSketch(total, count, bins, maximum)
 
 
 def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:

@@ -1,16 +1,16 @@
 """Summarise statistics of a layer over any number of texts in constant memory, by sums, counts and histograms.
 
-Medians over any number of batches are exact to 1 %. A histogram has 64 bins per power of two, so the bin of a value
-follows from the value's first bits, without a logarithm. The native library adds a batch to the histograms in one pass,
-head by head; most of its time goes to the first access to their memory. Histograms in files of version 1, whose bins
-are each 1.02 times as wide as the one before, are converted when read.
+Medians over any number of batches are exact to 1 %. A histogram has 64 bins per power of two for each sign, so the bin
+of a value follows from the value's first bits, without a logarithm. The native library adds a batch to the histograms
+in one pass, head by head; most of its time goes to the first access to their memory. Histograms in files of version 1,
+whose bins are each 1.02 times as wide as the one before, are converted when read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,10 +21,12 @@ from multihead.probes.choices import WITH_MAXIMUM
 from multihead.record.summaries import QUANTILE_OF_SUMMARY, MeasuredStatistic, SummaryName, check_summary_name
 
 MIN_BINNED_VALUE, MAX_BINNED_VALUE = 2.0**-30, 2.0**30
-"""Range of the histograms: smaller values count as 0, and larger values are in the last bin."""
+"""Range of the absolute values in a histogram: smaller ones count as 0, and larger ones are in the outermost bins."""
 
 NUM_BINS = 2 + 60 * 64
-"""Number of bins of a histogram: 64 per factor of two, one bin for values below the range and one for those above."""
+"""Number of bins of each sign: 64 per factor of two, one bin for values below the range and one for those above. A
+histogram has the bins of negative values first, in descending order of their absolute value, so that values ascend; the
+last of these bins is empty, because values near 0 have one bin, the first of the others."""
 
 # Integer dtype of a number's bits -> number of mantissa bits after the first six, and the offset of bin numbers.
 _SHIFT_AND_FIRST_BIN = {torch.int32: (17, (127 - 30) * 64 - 1), torch.int64: (46, (1023 - 30) * 64 - 1)}
@@ -40,7 +42,7 @@ class QuantileSketch:
     Attributes:
         total: (heads,) float64, sum of the values.
         count: (heads,) float64, number of values.
-        bins: (heads, bins) int64, number of values in each bin; the first bin has the values below MIN_BINNED_VALUE.
+        bins: (heads, 2 * NUM_BINS) int64, number of values in each bin.
         maximum: (heads,) float64, exact maximum, -inf without values; None if it is not recorded.
 
     Source: DDSketch with linearly interpolated bins, arXiv:1908.10693.
@@ -61,17 +63,35 @@ class QuantileSketch:
         """Create `count` sketches without values, which are views of shared tensors."""
         sums = torch.zeros(2, count, heads, dtype=torch.float64)
         # np.zeros uses calloc, so memory pages without values take neither time nor memory.
-        bins = torch.from_numpy(np.zeros((count, heads, NUM_BINS), np.int64))
+        bins = torch.from_numpy(np.zeros((count, heads, 2 * NUM_BINS), np.int64))
         return [QuantileSketch(*each) for each in zip(*sums, bins, strict=True)]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of this sketch by attribute name, without the maximum if it is not recorded."""
-        found = {"total": self.total, "count": self.count, "bins": self.bins, "maximum": self.maximum}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+    @staticmethod
+    def from_tensors(
+        total: Tensor,
+        count: Tensor,
+        bins: Tensor,
+        negative_bins: Tensor | None = None,
+        maximum: Tensor | None = None,
+    ) -> QuantileSketch:
+        """Create a sketch from the results of `tensors`."""
+        below = torch.zeros_like(bins) if negative_bins is None else negative_bins
+        return QuantileSketch(total, count, torch.cat([below, bins], 1), maximum)
 
-    def __getstate__(self) -> dict[str, Tensor | None]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of what a file stores, by name.
+
+        `total` and `count`; `bins`, (heads, NUM_BINS), those of values from 0; `negative_bins`, the others, if some
+        value was negative; `maximum`, if it is recorded.
+        """
+        below, above = self.bins.tensor_split(2, 1)
+        found = {"total": self.total, "count": self.count, "bins": above, "maximum": self.maximum}
+        found["negative_bins"] = below if bool(below.any()) else None
+        return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
+
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle copies, because each view would be pickled with the whole tensor that all sketches share."""
-        return {**self.__dict__, **{name: tensor.clone() for name, tensor in self.tensors().items()}}
+        return _sketch_of_tensors, (self.tensors(),)
 
     def add(self, values: Tensor, counted: Tensor) -> None:
         """Add the values of queries, with the native library if it is available, else with tensors.
@@ -91,19 +111,19 @@ class QuantileSketch:
         # Multiplying the bits of a value by False sets it to 0, even NaN, and is 10 times faster than masked_fill.
         bits = _bits_as_integers(values) * counted
         count = counted.sum(rest)
-        floats = torch.float64 if bits.dtype == torch.int64 else torch.float32
-        self.total += bits.view(floats).sum(rest, dtype=torch.float64)
+        numbers = bits.view(torch.float64 if bits.dtype == torch.int64 else torch.float32)
+        self.total += numbers.sum(rest, dtype=torch.float64)
         self.count += count
-        place = _bin_of_bits(bits).add_(torch.arange(0, heads * NUM_BINS, NUM_BINS)[:, None]).flatten()
+        place = bin_of_value(numbers).add_(torch.arange(heads)[:, None] * 2 * NUM_BINS).flatten()
         self.bins.view(-1).scatter_add_(0, place, torch.ones(1, dtype=torch.int64).expand_as(place))
-        self.bins[:, 0] -= values.numel() // max(heads, 1) - count  # uncounted values were set to 0 and are in bin 0
+        self.bins[:, NUM_BINS] -= values.numel() // max(heads, 1) - count  # uncounted values were set to 0
 
     def quantile(self, share: float) -> Tensor:
         """Return the quantile below which a share of the values lies, within 1 %: (heads,) float64; 0 if empty."""
         if share == 1 and self.maximum is not None:
             return torch.where(self.count == 0, 0.0, self.maximum)
         wanted = share * (self.count - 1).clamp(min=0)
-        place = (self.bins.cumsum(-1) <= wanted[:, None].floor()).sum(-1).clamp(max=NUM_BINS - 1)  # (heads,)
+        place = (self.bins.cumsum(-1) <= wanted[:, None].floor()).sum(-1).clamp(max=2 * NUM_BINS - 1)  # (heads,)
         value = torch.where(self.count == 0, 0.0, value_of_bin(place))
         return torch.where(self.total.isnan(), torch.nan, value)
 
@@ -149,16 +169,24 @@ class RunningSummary:
         return {name: each.quantile(QUANTILE_OF_SUMMARY[of]) for name, each in chosen.items()}
 
 
+def _sketch_of_tensors(tensors: dict[str, Tensor]) -> QuantileSketch:
+    return QuantileSketch.from_tensors(**tensors)
+
+
 def bin_of_value(values: Tensor) -> Tensor:
     """Return the index of the histogram bin of each value, int64; NaN is in the last bin."""
-    return _bin_of_bits(_bits_as_integers(values))
+    shift, first_bin = _SHIFT_AND_FIRST_BIN[_bits_as_integers(values).dtype]
+    size = ((_bits_as_integers(values.abs()) >> shift) - first_bin).clamp_(0, NUM_BINS - 1).long()
+    return torch.where((values < 0) & (size > 0), NUM_BINS - 1 - size, NUM_BINS + size)
 
 
 def value_of_bin(place: Tensor) -> Tensor:
-    """Return a representative value of each bin, float64, within 1 % of all values in the bin; 0 for bin 0."""
-    low, high = _lower_end_of_bin(place), _lower_end_of_bin(place + 1)
+    """Return a representative value of each bin, float64, within 1 % of all values in the bin; 0 for that of 0."""
+    size = torch.where(place < NUM_BINS, NUM_BINS - 1 - place, place - NUM_BINS)
+    low, high = _lower_end_of_bin(size), _lower_end_of_bin(size + 1)
     # The harmonic mean has the same relative distance to both ends.
-    return torch.where(place == 0, 0.0, 2 * low * high / (low + high))
+    found = torch.where(size == 0, 0.0, 2 * low * high / (low + high))
+    return torch.where(place < NUM_BINS, -found, found)
 
 
 def _bits_as_integers(values: Tensor) -> Tensor:
@@ -166,12 +194,7 @@ def _bits_as_integers(values: Tensor) -> Tensor:
     return values.view(torch.int64) if values.dtype == torch.float64 else values.float().view(torch.int32)
 
 
-def _bin_of_bits(bits: Tensor) -> Tensor:
-    shift, first_bin = _SHIFT_AND_FIRST_BIN[bits.dtype]
-    return ((bits >> shift) - first_bin).clamp_(0, NUM_BINS - 1).long()
-
-
-def _lower_end_of_bin(place: Tensor) -> Tensor:
-    """Return the lower end of bins 1 and higher, float64."""
-    octave, part = (place - 1) // 64, (place - 1) % 64
+def _lower_end_of_bin(size: Tensor) -> Tensor:
+    """Return the smallest absolute value in a bin of one sign, whose index is 1 or higher, float64."""
+    octave, part = (size - 1) // 64, (size - 1) % 64
     return MIN_BINNED_VALUE * 2.0 ** octave.double() * (1 + part.double() / 64)

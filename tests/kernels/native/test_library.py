@@ -233,7 +233,7 @@ class TestHistograms:
         "counted": torch.ones(2, 3, 5, dtype=torch.bool),
         "totals": torch.zeros(3, dtype=torch.float64),
         "counts": torch.zeros(3, dtype=torch.float64),
-        "bins": torch.zeros(3, 7, dtype=torch.int64),
+        "bins": torch.zeros(3, 8, dtype=torch.int64),
     }
 
     @pytest.mark.parametrize(
@@ -250,10 +250,11 @@ class TestHistograms:
             ("totals", torch.zeros(3)),
             ("totals", torch.zeros(6, dtype=torch.float64)[::2]),
             ("counts", torch.zeros(1, dtype=torch.float64)),
-            ("bins", torch.zeros(2, 7, dtype=torch.int64)),
+            ("bins", torch.zeros(2, 8, dtype=torch.int64)),
+            ("bins", torch.zeros(3, 7, dtype=torch.int64)),
             ("bins", torch.zeros(3, 0, dtype=torch.int64)),
             ("bins", torch.zeros(3, dtype=torch.int64)),
-            ("bins", torch.zeros(7, 3, dtype=torch.int64).T),
+            ("bins", torch.zeros(8, 3, dtype=torch.int64).T),
         ],
     )
     def test_tensors_that_do_not_fit_are_rejected(self, name: str, wrong: torch.Tensor) -> None:

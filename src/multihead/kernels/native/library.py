@@ -144,8 +144,9 @@ def add_to_histograms(
 ) -> None:
     """Add the values of a statistic to sums, counts and histograms per head, in place.
 
-    A value's bin is its exponent and the first 6 bits of its mantissa, as an integer, minus `first_bin`, clamped to the
-    existing bins; NaN is in the last bin.
+    The second half of a histogram has the values from 0, whose bin is the exponent and the first 6 bits of the
+    mantissa, as an integer, minus `first_bin`, clamped to the existing bins; NaN is in the last bin. The first half has
+    the negative values in the reverse order, but those of the bin of 0 are in that one.
 
     Args:
         values: ([batch,] heads, queries), float32.
@@ -153,7 +154,7 @@ def add_to_histograms(
         first_bin: the integer of the first bin, see above.
         totals: (heads,) float64, the sums.
         counts: (heads,) float64, the numbers of values added.
-        bins: (heads, bins) int64, the number of values in each bin.
+        bins: (heads, bins) int64, the number of values in each bin, an even number of bins.
 
     Raises:
         ArgumentError: the shapes or the dtypes do not fit each other, or a result is not contiguous.
@@ -163,7 +164,8 @@ def add_to_histograms(
     # The library receives addresses, so nothing but this check keeps it inside of the tensors.
     heads, given = values.shape[-2:-1], (values, counted, totals, counts, bins)
     fits = values.dim() in (2, 3) and values.shape == counted.shape
-    fits = fits and totals.shape == counts.shape == bins.shape[:-1] == heads and bins.shape[-1] > 0
+    fits = fits and totals.shape == counts.shape == bins.shape[:-1] == heads
+    fits = fits and bins.shape[-1] > 0 and bins.shape[-1] % 2 == 0
     fits = fits and tuple(each.dtype for each in given) == (
         *(torch.float32, torch.bool, torch.float64, torch.float64, torch.int64),
     )
@@ -171,8 +173,8 @@ def add_to_histograms(
         described = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in given)
         raise ArgumentError(
             f"The values, which of them count, the sums, the counts and the histograms are {described}.",
-            "Give float32 and bool ([batch,] heads, queries), float64 (heads,) twice, and int64 (heads, bins), on the "
-            "CPU, the last three contiguous.",
+            "Give float32 and bool ([batch,] heads, queries), float64 (heads,) twice, and int64 (heads, bins) with an "
+            "even number of bins, on the CPU, the last three contiguous.",
         )
     values, counted = values.contiguous(), counted.contiguous()
     batch = values.shape[0] if values.dim() == 3 else 1
