@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Never
 
@@ -25,14 +25,14 @@ from multihead.kernels.call import (
     AttentionRequest,
     AttentionResult,
     CallOrigin,
-    listeners,
+    Surroundings,
+    find_surroundings,
     publish,
-    statistics_requested_by_listeners,
 )
 from multihead.kernels.choose import KERNELS, plan_call
 from multihead.kernels.dense_tile import without_autocast, working_dtype
 from multihead.kernels.explanation import Explanation, explain_request
-from multihead.kernels.native import eager
+from multihead.kernels.native import short_call
 from multihead.kernels.nonfinite import make_rows_nan, may_overflow, replace_nonfinite
 from multihead.kernels.quantised import Int8Scales
 from multihead.kernels.sequence_split import reject_split_sequence
@@ -47,7 +47,6 @@ from multihead.probes.statistics import NO_CONTEXT
 from multihead.scores.bias import Bias, check_bias_fits
 from multihead.scores.terms import check_sinks_fit, check_softcap
 from multihead.tensors.shapes import MAX_POSITION, AttentionShape, resolve_query_start
-from multihead.tensors.tracing import is_traced, is_transformed
 
 _FULL = Full()
 _OVERFLOWS = (
@@ -104,13 +103,12 @@ def attention(
     >>> attention(q, k, v, mask=masks.Causal()).shape
     torch.Size([2, 8, 5, 16])
     """
-    options = (mask, bias, softcap, sinks, scale, dropout, query_start)
-    attended = None if kernel is not None or unknown else eager.attend(q, k, v, options)
-    if attended is not None:
-        return attended[0]
-    request, dims = _request_of_arguments(attention, unknown, q, k, v, options)
-    output = attend(request, kernel=kernel).output
-    return output if dims is None else dims.restore(output)
+    if unknown:
+        raise_unknown_keywords(attention, unknown, FUNCTION_REPLACEMENTS)
+    options, around = (mask, bias, softcap, sinks, scale, dropout, query_start), find_surroundings()
+    if kernel is not None:
+        return _attend_by_plan(q, k, v, options, around, kernel)[0]
+    return short_call.attend(q, k, v, options, around, _attend_by_plan, None)[0]
 
 
 def attention_with_logsumexp(
@@ -142,11 +140,20 @@ def attention_with_logsumexp(
     >>> torch.allclose((scores - logsumexp[..., None]).exp() @ v, output, atol=1e-5)
     True
     """
-    options = (mask, bias, softcap, sinks, scale, dropout, query_start)
-    attended = None if kernel is not None or unknown else eager.attend(q, k, v, options)
-    if attended is not None:
-        return attended[0], attended[1]
-    request, dims = _request_of_arguments(attention_with_logsumexp, unknown, q, k, v, options)
+    if unknown:
+        raise_unknown_keywords(attention_with_logsumexp, unknown, FUNCTION_REPLACEMENTS)
+    options, around = (mask, bias, softcap, sinks, scale, dropout, query_start), find_surroundings()
+    if kernel is not None:
+        return _attend_by_plan(q, k, v, options, around, kernel)
+    output, logsumexp, *_ = short_call.attend(q, k, v, options, around, _attend_by_plan, None)
+    return output, logsumexp
+
+
+def _attend_by_plan(
+    q: Tensor, k: Tensor, v: Tensor | None, options: AttentionArguments, around: Surroundings, kernel: str | None
+) -> tuple[Tensor, Tensor]:
+    """Check and plan a call of `attention`, and run the kernel that is named or chosen: output and logsumexp."""
+    request, dims = _request_of_arguments(q, k, v, options, around)
     result = attend(request, kernel=kernel)
     if dims is None:
         return result.output, result.logsumexp
@@ -200,8 +207,10 @@ def attention_weights(
     reject_split_sequence("attention_weights", "Compute them from all tokens, outside of context_parallel.")
     check_slice("queries", queries)
     check_slice("keys", keys)
+    if unknown:
+        raise_unknown_keywords(attention_weights, unknown, FUNCTION_REPLACEMENTS)
     options = (mask, bias, softcap, sinks, scale, 0.0, query_start)
-    request, dims = _request_of_arguments(attention_weights, unknown, q, k, None, options)
+    request, dims = _request_of_arguments(q, k, None, options, find_surroundings())
     first = measuring.run_first_pass(request) if logsumexp is None else None
     known = _check_or_compute_logsumexp(request, logsumexp, dims) if first is None else first.logsumexp
     tile = tiles.tile(request, known, heads=heads, queries=queries, keys=keys)
@@ -256,19 +265,33 @@ def statistics(
     >>> statistics(q, k, probes=("effective_keys",))["effective_keys"][0, 0]
     tensor([4., 4., 4., 4.])
     """
-    options = (mask, bias, softcap, sinks, scale, 0.0, query_start)
-    if probes is None and logsumexp is None and v is None and context is NO_CONTEXT and not unknown:
-        found = measuring.measure_without_plan(q, k, options)
-        if found is not None:
-            return found
+    if unknown:
+        raise_unknown_keywords(statistics, unknown, FUNCTION_REPLACEMENTS)
+    options, around = (mask, bias, softcap, sinks, scale, 0.0, query_start), find_surroundings()
+    if probes is None and logsumexp is None and v is None and context is NO_CONTEXT:
+        finish = measuring.default_statistics
+        return short_call.measure(q, k, options, around, finish, _measure_by_plan, (None, None, context))
+    return _measure_by_plan(q, k, v, options, around, (probes, logsumexp, context))
+
+
+def _measure_by_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    options: AttentionArguments,
+    around: Surroundings,
+    wanted: tuple[str | Probe | Iterable[str | Probe] | None, Tensor | None, ProbeContext],
+) -> dict[str, Tensor]:
+    """Check and plan a call of `statistics`, whose arguments probes, logsumexp and context are `wanted`; measure it."""
+    probes, logsumexp, context = wanted
     reject_split_sequence("statistics", "Compute them from all tokens, outside of context_parallel.")
-    if is_traced() and not is_transformed() and not torch.compiler.is_compiling():
+    if around.traced and not around.transformed and not torch.compiler.is_compiling():
         raise ArgumentError(
             "mh.statistics reads values, and torch.jit.trace, make_fx or FakeTensorMode runs this code, where they "
             "cannot be read.",
             "Call it outside of them, on the tensors themselves.",
         )
-    request, dims = _request_of_arguments(statistics, unknown, q, k, v, options)
+    request, dims = _request_of_arguments(q, k, v, options, around)
     has_values = v is not None
     chosen = measuring.choose_probes(probes, request, context, has_values=has_values)
     known = None if logsumexp is None else _check_or_compute_logsumexp(request, logsumexp, dims)
@@ -321,40 +344,34 @@ def explain(
     skipped  74.4% of the score matrix; its intervals hide 74.4%
     memory   about 2.0 MiB besides q, k and v
     """
+    if unknown:
+        raise_unknown_keywords(explain, unknown, FUNCTION_REPLACEMENTS)
     options = (mask, bias, softcap, sinks, scale, dropout, query_start)
-    request, _ = _request_of_arguments(explain, unknown, q, k, v, options)
+    request, _ = _request_of_arguments(q, k, v, options, find_surroundings())
     return explain_request(request, kernel=kernel)
 
 
 def _request_of_arguments(
-    function: Callable[..., object],
-    unknown: dict[str, Never],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    options: AttentionArguments,
+    q: Tensor, k: Tensor, v: Tensor | None, options: AttentionArguments, around: Surroundings
 ) -> tuple[AttentionRequest, BatchDims | None]:
     """Build the request of a public function's call, with leading dimensions flattened to one batch.
 
     Args:
-        function: the function that was called, for the error about unknown arguments.
-        unknown: the arguments that the function does not have.
         q: see `attention`.
         k: see `attention`.
         v: see `attention`; None if the function takes no values.
         options: mask, bias, softcap, sinks, scale, dropout and query_start.
+        around: what runs around the call.
 
     Returns:
         the request, and the leading dimensions to restore, None if q has exactly one batch dimension.
     """
-    if unknown:
-        raise_unknown_keywords(function, unknown, FUNCTION_REPLACEMENTS)
     dims = None if isinstance(q, Tensor) and q.dim() == 4 else BatchDims.from_query(q)
     if dims is not None:
         q, k, v = dims.flatten("q", q), dims.flatten("k", k), None if v is None else dims.flatten("v", v)
         mask, bias, softcap, sinks, scale, dropout, start = options
         options = (mask, dims.flatten_bias(bias), softcap, sinks, scale, dropout, dims.flatten_query_start(start))
-    return request_of(q, k, k if v is None else v, *options), dims
+    return request_of(q, k, k if v is None else v, *options, around), dims
 
 
 def request_of(
@@ -368,6 +385,7 @@ def request_of(
     scale: float | None = None,
     dropout: float = 0.0,
     query_start: int | Tensor | str | None = None,
+    around: Surroundings | None = None,
     *,
     more_keys_later: bool = False,
     mask_fits: bool = False,
@@ -387,6 +405,7 @@ def request_of(
         scale: see `attention`.
         dropout: see `attention`.
         query_start: see `attention`.
+        around: what runs around the call, if the caller has found it already.
         more_keys_later: whether later calls add keys, as with a cache, so that the mask may be larger than the call.
         mask_fits: whether the mask is known to fit the call.
         origin: see `AttentionRequest`.
@@ -419,7 +438,9 @@ def request_of(
     else:
         start = resolve_query_start(query_start, q, queries, keys, uses_positions=mask.uses_positions)
     wanted: frozenset[str] = frozenset()  # filled in by `attend` if there are listeners
-    return AttentionRequest(q, k, v, shape, mask, scale, start, bias, softcap, sinks, dropout, wanted, origin, scales)
+    around = find_surroundings() if around is None else around
+    terms = (bias, softcap, sinks, dropout, wanted, origin, scales)
+    return AttentionRequest(q, k, v, shape, mask, scale, start, *terms, None, around)
 
 
 def _shape_of_int8_call(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
@@ -440,9 +461,9 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
         if head_changes.active_changes:
             head_changes.reject_split_call(request)
         return sequence.attend(request, kernel=kernel)
-    heard = published and bool(listeners()) and not is_traced()  # a traced tensor has no values for listeners
-    if heard:
-        request = replace(request, requested_statistics=statistics_requested_by_listeners())
+    receivers = request.surroundings.listeners if published else ()
+    if receivers:
+        request = request.as_listeners_receive_it()
     bounds, chosen = plan_call(request, kernel=kernel)
     if request.scales is not None and not chosen.reads_int8(request):
         request = request.with_dequantised_keys()
@@ -460,8 +481,8 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
     if published and head_changes.active_changes:
         output, factors = head_changes.change_output(request, attended.output)
         attended = replace(attended, output=output, head_factors=factors)
-    if heard:
-        publish(AttentionCall(request.with_dequantised_keys(), attended))
+    if receivers:
+        publish(AttentionCall(request.with_dequantised_keys(), attended), receivers)
     return attended
 
 

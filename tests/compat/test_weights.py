@@ -13,7 +13,7 @@ from torch import Tensor
 from multihead import masks
 from multihead.compat.weights import LastWeights, attend_with_weights
 from multihead.functional import attend, request_of
-from multihead.kernels.call import AttentionCall, AttentionRequest, listen
+from multihead.kernels.call import AttentionCall, AttentionRequest, find_surroundings, listen
 from multihead.masks.positions import TilePositions
 
 SHOWN = torch.tensor([[True, True, False, False], [True, False, True, False], [False, False, False, False]])
@@ -238,7 +238,7 @@ def test_a_trace_and_a_transform_have_the_same_weights_and_gradients() -> None:
     call = request()
 
     def weights(q: Tensor, k: Tensor) -> Tensor:
-        return attend_with_weights(replace(call, q=q, k=k))[1]
+        return attend_with_weights(replace(call, q=q, k=k, surroundings=find_surroundings()))[1]
 
     traced = torch.jit.trace(weights, (call.q, call.k), check_trace=False)
     torch.testing.assert_close(traced(call.q, call.k), weights(call.q, call.k), rtol=0, atol=1e-12)

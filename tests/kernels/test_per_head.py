@@ -112,8 +112,8 @@ def test_a_listener_hears_the_call_with_the_logsumexp_before_dropout(*, dropout:
         def receive(self, call: AttentionCall) -> None:
             heard.append(call)
 
-    request, _ = made(MASKS["lengths, one of them 0"], dropout=dropout)
     with listen(Ear()):
+        request, _ = made(MASKS["lengths, one of them 0"], dropout=dropout)
         output, _ = attend_per_head(request, need_weights=False, average=True)
     (call,) = heard
     assert call.result.output is output

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import functional
-from multihead.kernels.native import eager
+from multihead.kernels.native import short_call
 from multihead.kernels.plan import rectangles
 from multihead.layer.cache import KeyValueCache
 from tests import oracle
@@ -35,11 +35,11 @@ def only(kernel: str | None) -> Iterator[None]:
     Rectangles are as small as they are cheap, so that short calls are covered by several of them, as long ones are.
     """
     planned = functional.plan_call if kernel is None else partial(_planned, functional.plan_call, kernel)
-    unplanned = eager.attend if kernel is None else _need_plan
+    unplanned = short_call.takes if kernel is None else _need_plan
     try:
         with (
             mock.patch.object(functional, "plan_call", planned),
-            mock.patch.object(eager, "attend", unplanned),
+            mock.patch.object(short_call, "takes", unplanned),
             mock.patch.multiple(rectangles, CALL_COST_IN_CELLS=1, BLOCK_ROWS=3),
         ):
             yield
@@ -53,7 +53,7 @@ def _planned(plan: Any, only_kernel: str, request: Any, *, kernel: str | None = 
 
 
 def _need_plan(*_: object) -> None:
-    """Replace `eager.attend`, which runs the native kernel without a plan."""
+    """Replace `short_call.takes`, so that each call needs a plan."""
 
 
 def called(case: LayerCase, layer: mh.MultiHeadAttention, given: Leaves) -> Tensor:

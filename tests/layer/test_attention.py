@@ -16,6 +16,7 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from multihead.kernels.call import listen
+from multihead.kernels.native import short_call
 
 EMBED, HEADS, BATCH, QUERIES, KEYS = 24, 4, 3, 7, 9
 LENGTHS = (7, 4, 0)
@@ -439,9 +440,9 @@ def test_the_end_of_fewer_keys_than_queries_stands_before_the_first_query(querie
 
 def test_a_request_has_an_origin_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, requests = mh.MultiHeadAttention(12, 3), []
-    build = layer._build_request
+    build = layer._request_of
     monkeypatch.setattr(
-        layer, "_build_request", lambda *of, **more: (requests.append(build(*of, **more)), requests[-1])[1]
+        layer, "_request_of", lambda *of, **more: (requests.append(build(*of, **more)), requests[-1])[1]
     )
     x = torch.randn(2, 5, 12)
     layer(x, lengths=(5, 2))
@@ -467,7 +468,7 @@ def test_explaining_a_call_stops_before_its_attention(monkeypatch: pytest.Monkey
     projected: list[str] = []
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         layer.get_submodule(name).register_forward_hook(lambda *_, name=name: projected.append(name))
-    monkeypatch.setattr(layer, "_attend", lambda *_: pytest.fail("the attention was computed"))
+    monkeypatch.setattr(short_call, "attend", lambda *_: pytest.fail("the attention was computed"))
     layer.explain(x, lengths=(5, 2))
     assert projected == ["q_proj", "k_proj", "v_proj"]
 

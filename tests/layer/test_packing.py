@@ -51,11 +51,11 @@ def test_only_masks_of_differences_of_positions_let_samples_share_a_row(mask: ma
 
 def test_padding_joins_the_mask_with_the_lengths_of_queries_and_keys() -> None:
     x, memory = torch.zeros(2, 3, 1), torch.zeros(2, 4, 1)
-    both = Padding.of_call(x, memory, (2, 3), (4, 1), in_one_row=False)
+    both = Padding.of_call(x, memory, (2, 3), (4, 1), in_one_row=False, intercepted=False)
     assert masks.picture(both.hide_in_mask(masks.Full()), queries=3, keys=4) == (
         "■ ■ ■ ■   ■ · · ·\n■ ■ ■ ■   ■ · · ·\n· · · ·   ■ · · ·"
     )
-    together = Padding.of_call(x, x, (2, 3), None, in_one_row=True)
+    together = Padding.of_call(x, x, (2, 3), None, in_one_row=True, intercepted=False)
     picture = masks.picture(together.hide_in_mask(masks.Causal()))
     assert picture == ("■ · · · ·\n■ ■ · · ·\n· · ■ · ·\n· · ■ ■ ·\n· · ■ ■ ■")
 
@@ -87,37 +87,37 @@ def test_the_first_token_of_every_sample_stands_at_0_whatever_its_padding(side: 
 
 def test_all_layers_share_the_padding_of_equal_lengths() -> None:
     x = torch.zeros(2, 3, 1)
-    first = Padding.of_call(x, x, (2, 3), None, in_one_row=True)
-    assert Padding.of_call(x, x, [2, 3], None, in_one_row=True) is first
-    assert Padding.of_call(x, x, (3, 3), None, in_one_row=True) is not first
-    assert Padding.of_call(x, x, (2, 3), None, in_one_row=True, side="left") is not first
+    first = Padding.of_call(x, x, (2, 3), None, in_one_row=True, intercepted=False)
+    assert Padding.of_call(x, x, [2, 3], None, in_one_row=True, intercepted=False) is first
+    assert Padding.of_call(x, x, (3, 3), None, in_one_row=True, intercepted=False) is not first
+    assert Padding.of_call(x, x, (2, 3), None, in_one_row=True, intercepted=False, side="left") is not first
     with pytest.raises(ArgumentError) as refusal:
-        Padding.of_call(x, x, (2, True), None, in_one_row=True)
+        Padding.of_call(x, x, (2, True), None, in_one_row=True, intercepted=False)
     assert str(refusal.value) == "lengths is (2, True). Give integers, one per sample."
 
 
 def test_all_layers_share_the_padding_of_a_tensor_of_lengths_until_it_changes() -> None:
     x, lengths = torch.zeros(2, 3, 1), torch.tensor([2, 3], dtype=torch.int32)
-    first = Padding.of_call(x, x, lengths, None, in_one_row=True)
-    assert Padding.of_call(x, x, lengths, None, in_one_row=True) is first
+    first = Padding.of_call(x, x, lengths, None, in_one_row=True, intercepted=False)
+    assert Padding.of_call(x, x, lengths, None, in_one_row=True, intercepted=False) is first
     lengths[1] = 1
     assert first.packed_lengths is not None
     assert first.packed_lengths.tolist() == [2, 3]
-    changed = Padding.of_call(x, x, lengths, None, in_one_row=True)
+    changed = Padding.of_call(x, x, lengths, None, in_one_row=True, intercepted=False)
     assert changed.packed_lengths is not None
     assert changed.packed_lengths.tolist() == [2, 1]
     for wrong in (torch.tensor([2.0, 3.0]), torch.tensor([True, True])):
         with pytest.raises(ArgumentError, match="Give integers, one per sample"):
-            Padding.of_call(x, x, wrong, None, in_one_row=True)
+            Padding.of_call(x, x, wrong, None, in_one_row=True, intercepted=False)
     with pytest.raises(ShapeError, match=r"Give one length per sample: shape \(2,\)"):
-        Padding.of_call(x, x, torch.tensor([[2, 3]]), None, in_one_row=True)
+        Padding.of_call(x, x, torch.tensor([[2, 3]]), None, in_one_row=True, intercepted=False)
 
 
 def test_a_padding_found_in_inference_mode_serves_training() -> None:
     x = torch.randn(2, 7, 2, requires_grad=True)
     with torch.inference_mode():
-        Padding.of_call(x, x, (7, 3), None, in_one_row=True)
-    padding = Padding.of_call(x, x, (7, 3), None, in_one_row=True)
+        Padding.of_call(x, x, (7, 3), None, in_one_row=True, intercepted=False)
+    padding = Padding.of_call(x, x, (7, 3), None, in_one_row=True, intercepted=False)
     padding.restore_padding(padding.drop_padding(x, x, x)[0]).sum().backward()
     assert x.grad is not None
     assert x.grad[1, :, 0].tolist() == [1, 1, 1, 0, 0, 0, 0]

@@ -9,12 +9,12 @@ import torch
 
 from multihead import KeyValueCache, QKNorm, Rotary, masks
 from multihead.errors import ArgumentError, ShapeError
-from multihead.layer.arguments import LayerCall
-from multihead.layer.cache.cache import ProjectedMemory
-from multihead.layer.packing import Padding
+from multihead.layer.arguments import KeysOfCall
+from multihead.layer.packing import NO_PADDING, Padding
 from multihead.layer.steps import (
     apply_gates,
     extend_cache,
+    hold_memory,
     normalise_qk,
     position_of_first_query,
     prepend_learned_keys,
@@ -24,11 +24,10 @@ from multihead.layer.steps import (
 Q, K = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
 
 
-def call_of(*, within: bool, start: int | torch.Tensor = 0, **arguments: Any) -> LayerCall:
-    """Make a call of 2 samples of 3 tokens whose arguments are checked."""
-    call = LayerCall(torch.zeros(2, 3, 1), **{"mask": masks.Full(), **arguments})
-    call.is_self_attention, call.first_query_position = within, start
-    return call
+def padded(lengths: Any, *, in_one_row: bool) -> Padding:
+    """Return the padding of 2 samples of 3 tokens."""
+    x = torch.zeros(2, 3, 1)
+    return Padding.of_call(x, x, lengths, None, in_one_row=in_one_row, intercepted=False)
 
 
 def test_the_end_of_fewer_keys_than_queries_is_a_negative_position_of_each_sample() -> None:
@@ -45,17 +44,17 @@ def test_the_end_of_fewer_keys_than_queries_is_a_negative_position_of_each_sampl
 def test_keys_are_rotated_from_the_first_position_unless_they_are_the_same_tokens_as_the_queries() -> None:
     rotary, start = Rotary(), torch.tensor([4, 1])
     rows = start[:, None] + torch.arange(3)
-    q, k = rotate(rotary, call_of(within=False, start=start), Q, K)
+    q, k = rotate(rotary, Q, K, start, same_tokens=False, keys_are_new=True)
     assert torch.equal(q, rotary.rotate(Q, rows))
     assert torch.equal(k, rotary.rotate(K, 0))
-    _, k = rotate(rotary, call_of(within=True, start=4, cache=KeyValueCache()), Q, K)
+    _, k = rotate(rotary, Q, K, 4, same_tokens=True, keys_are_new=True)
     assert torch.equal(k, rotary.rotate(K, 4))
-    packed = call_of(within=True)
-    packed.padding = Padding.of_call(packed.x, packed.x, (2, 1), None, in_one_row=True)
-    positions = torch.tensor([[0, 1, 0]])
-    q, k = rotate(rotary, packed, Q, K)
-    assert torch.equal(q, rotary.rotate(Q, positions))
-    assert torch.equal(k, rotary.rotate(K, positions))
+    places = padded((2, 1), in_one_row=True).positions
+    assert places is not None
+    assert places.tolist() == [[0, 1, 0]]
+    q, k = rotate(rotary, Q, K, places, same_tokens=True, keys_are_new=True)
+    assert torch.equal(q, rotary.rotate(Q, places))
+    assert torch.equal(k, rotary.rotate(K, places))
 
 
 def test_keys_of_a_cache_are_neither_normalised_nor_rotated_again() -> None:
@@ -63,34 +62,26 @@ def test_keys_of_a_cache_are_neither_normalised_nor_rotated_again() -> None:
     q, k = normalise_qk(norms, Q, K, keys_are_new=False)
     assert k is K
     assert torch.equal(q, norms(Q, K)[0])
-    call = call_of(within=False, start=4)
-    call.cached_memory = ProjectedMemory(K, K)
-    assert rotate(Rotary(), call, Q, K)[1] is K
+    assert rotate(Rotary(), Q, K, 4, same_tokens=False, keys_are_new=False)[1] is K
 
 
 def test_a_cache_returns_all_keys_and_the_mask_for_them() -> None:
     cache, lengths = KeyValueCache(), torch.tensor([3, 2])
-    padded = call_of(within=True, mask=masks.Causal())
-    padded.padding = Padding.of_call(padded.x, padded.x, lengths, None, in_one_row=False)
-    extend_cache(cache, padded, Q, K, K)
-    assert padded.int8_scales is None
-    assert not torch.as_tensor(padded.first_query_position).any()
-    assert masks.picture(padded.mask, queries=3, keys=3) == "■ · ·   ■ · ·\n■ ■ ·   ■ ■ ·\n■ ■ ■   · · ·"
-    call = call_of(within=True, mask=masks.Causal())
-    k, v = extend_cache(cache, call, Q, 2 * K, K)
-    assert torch.equal(torch.as_tensor(call.first_query_position), lengths)
-    assert torch.equal(k[1, :, 2:5], 2 * K[1])
-    assert v.shape == k.shape
+    first = extend_cache(cache, K, K, masks.Causal(), padded(lengths, in_one_row=False))
+    assert first.scales is None
+    assert not torch.as_tensor(first.query_start).any()
+    assert masks.picture(first.mask, queries=3, keys=3) == "■ · ·   ■ · ·\n■ ■ ·   ■ ■ ·\n■ ■ ■   · · ·"
+    then = extend_cache(cache, 2 * K, K, masks.Causal(), NO_PADDING)
+    assert torch.equal(torch.as_tensor(then.query_start), lengths)
+    assert torch.equal(then.k[1, :, 2:5], 2 * K[1])
+    assert then.v.shape == then.k.shape
 
 
 def test_a_cache_keeps_the_memory_of_a_cross_attention() -> None:
-    cache, call = KeyValueCache(), call_of(within=False)
-    k, _ = extend_cache(cache, call, Q, K, K)
-    later = call_of(within=False)
-    later.cached_memory = cache.memory
-    again, _ = extend_cache(cache, later, Q, K, K)
-    assert (call.first_query_position, later.first_query_position) == (0, 0)
-    assert again is k
+    cache, keys = KeyValueCache(), KeysOfCall(K, K, masks.Full(), 0)
+    first, again = (hold_memory(cache, Q, keys, NO_PADDING) for _ in range(2))
+    assert (first.query_start, again.query_start) == (0, 0)
+    assert again.k is first.k
     assert cache.query_start == 6
 
 

@@ -22,7 +22,7 @@ from torch.nn.functional import dropout
 
 from multihead.functional import attend
 from multihead.kernels import head_changes
-from multihead.kernels.call import AttentionRequest, listeners
+from multihead.kernels.call import NOTHING_AROUND, AttentionRequest
 from multihead.kernels.dense_tile import hidden_cells, visible_cells, without_autocast, without_qkv, working_dtype
 from multihead.kernels.nonfinite import replace_nonfinite
 from multihead.kernels.per_head import MAX_WEIGHTS_PER_TILE
@@ -52,7 +52,7 @@ def attend_with_weights(request: AttentionRequest, *, average: bool = False) -> 
     dtype = request.q.dtype
     if not request.dropout:
         return attend(request).output, _weights_before_dropout(request, average=average)[0].to(dtype)
-    if listeners():
+    if request.surroundings.listeners:
         with torch.no_grad():
             attend(replace(request, dropout=0.0))
     weights, v = _weights_before_dropout(request)
@@ -80,9 +80,11 @@ class LastWeights:
     def store(self, source: AttentionRequest | Tensor) -> None:
         """Store the request of a call, or its weights, (batch, heads, queries, keys), if they are computed already.
 
-        The origin of the request is removed, because it refers to the layer that holds this object.
+        The origin and the listeners of the request are removed: the origin refers to the layer that holds this object.
         """
-        self._source = source if isinstance(source, Tensor) else replace(source, origin=None)
+        self._source = source
+        if not isinstance(source, Tensor):
+            self._source = replace(source, origin=None, surroundings=NOTHING_AROUND)
 
     def weights(self) -> Tensor | None:
         """Return the stored weights, or compute them before dropout: (batch, heads, queries, keys)."""

@@ -1,7 +1,8 @@
-"""The request of an attention call, its result, and the listeners that receive both.
+"""The request of an attention call, its result, what surrounds it, and the listeners that receive both.
 
-The data that only listeners need (the layer, packed lengths, the position in a cached sequence) is one field of the
-request, `origin: CallOrigin`, which is not built without listeners.
+Whether values may be read and who listens is found once per call, by `find_surroundings`, and passed on as one value,
+which becomes an attribute of the request. The data that only listeners need (the layer, packed lengths, the position in
+a cached sequence) is one field of the request, `origin: CallOrigin`, which is not built without listeners.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from multihead.kernels.quantised import Int8Scales, dequantise
 from multihead.masks import Mask
 from multihead.scores.bias import Bias, dense_bias, values_of
 from multihead.tensors.shapes import AttentionShape
-from multihead.tensors.tracing import is_in_backward_pass
+from multihead.tensors.tracing import (
+    has_tracer_or_mode,
+    is_in_backward_pass,
+    is_intercepted,
+    is_traced,
+    is_transformed,
+)
 from multihead.tensors.undo import Undo
 
 # Not a NamedTuple: creating one takes 0.5 microseconds, a twentieth of the time of a small attention call.
@@ -84,6 +91,56 @@ class CallOrigin:
     key_places: KeyPlaces | None = None
 
 
+class Listener(Protocol):
+    """An object that receives every attention call while it is active."""
+
+    @property
+    def requested_statistics(self) -> frozenset[PartName]:
+        """The statistics (see `parts.PARTS`) that a kernel should measure with the output, if it can."""
+        ...
+
+    def receive(self, call: AttentionCall) -> None:
+        """Receive a finished call."""
+        ...
+
+
+_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
+active_listeners = _listeners.get  # faster than `listeners()`; not for code that a compiler traces
+
+
+class Surroundings(NamedTuple):
+    """What runs around an attention call: tracers, modes and transforms of PyTorch, and listeners.
+
+    Attributes:
+        intercepted: whether PyTorch intercepts operations at all; False if the next three are False.
+        traced: whether values of tensors must not be read, see `tracing.is_traced`.
+        recorded: whether operations are recorded, so that a kernel must run as an operator, see
+            `tracing.has_tracer_or_mode`.
+        transformed: whether a transform of torch.func runs the call, see `tracing.is_transformed`.
+        listeners: the active listeners; none for a traced call, whose tensors have no values for them.
+    """
+
+    intercepted: bool = False
+    traced: bool = False
+    recorded: bool = False
+    transformed: bool = False
+    listeners: tuple[Listener, ...] = ()
+
+
+NOTHING_AROUND = Surroundings()
+
+
+def find_surroundings() -> Surroundings:
+    """Return what runs around an attention call that begins now."""
+    intercepted = is_intercepted()
+    if intercepted:
+        traced = is_traced()
+        heard_by = () if traced else listeners()
+        return Surroundings(intercepted, traced, has_tracer_or_mode(), is_transformed(), heard_by)
+    active = active_listeners()
+    return Surroundings(listeners=active) if active else NOTHING_AROUND
+
+
 class DropoutOffset(NamedTuple):
     """Start of a slice of a call within the whole call, so that the slice drops the same weights as the whole call.
 
@@ -126,6 +183,8 @@ class AttentionRequest:
         origin: the layer that made the call and its context, if there are listeners; else None.
         scales: the dequantisation factors of int8 k and v from a quantised cache; else None.
         dropout_slice: if this call is a slice of a larger call with dropout, its seed and start; else None.
+        surroundings: what runs around the call, found once, before the request is made. Code that reads a stored
+            request after its call, as a backward pass does, must find it anew.
     """
 
     q: Tensor
@@ -143,10 +202,20 @@ class AttentionRequest:
     origin: CallOrigin | None = None
     scales: Int8Scales | None = None
     dropout_slice: DropoutSlice | None = None
+    surroundings: Surroundings = field(default_factory=find_surroundings)
 
     def with_tensors(self, q: Tensor, k: Tensor, v: Tensor, **changes: Any) -> AttentionRequest:
         """Return the request with other q, k and v, their shape, and other changed attributes."""
         return replace(self, q=q, k=k, v=v, shape=AttentionShape.from_tensors(q, k, v), **changes)
+
+    def as_listeners_receive_it(self) -> AttentionRequest:
+        """Return the request with the statistics that its listeners want, and without the listeners.
+
+        Listeners store requests, and a stored request would keep them alive.
+        """
+        around = self.surroundings
+        wanted = frozenset[PartName]().union(*(listener.requested_statistics for listener in around.listeners))
+        return replace(self, requested_statistics=wanted, surroundings=around._replace(listeners=()))
 
     def with_dequantised_keys(self) -> AttentionRequest:
         """Return the request with int8 k and v converted to the dtype of q."""
@@ -244,23 +313,6 @@ class WorkEstimate:
     extra_memory_bytes: int
 
 
-class Listener(Protocol):
-    """An object that receives every attention call while it is active."""
-
-    @property
-    def requested_statistics(self) -> frozenset[PartName]:
-        """The statistics (see `parts.PARTS`) that a kernel should measure with the output, if it can."""
-        ...
-
-    def receive(self, call: AttentionCall) -> None:
-        """Receive a finished call."""
-        ...
-
-
-_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
-active_listeners = _listeners.get  # faster than `listeners()`; not for code that a compiler traces
-
-
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
     """Pass every attention call of this thread to a listener while in this context."""
@@ -272,20 +324,12 @@ def listen(listener: Listener) -> Iterator[None]:
 
 def listeners() -> tuple[Listener, ...]:
     """Return the active listeners; none while torch.compile traces, because a ContextVar would break the graph."""
-    return () if torch.compiler.is_compiling() else _listeners.get()
+    return () if torch.compiler.is_compiling() else active_listeners()
 
 
-def statistics_requested_by_listeners() -> frozenset[PartName]:
-    """Return the union of `requested_statistics` of all active listeners."""
-    found = frozenset[PartName]()
-    for listener in listeners():
-        found |= listener.requested_statistics
-    return found
-
-
-def publish(call: AttentionCall) -> None:
-    """Pass a call to every listener, unless a backward pass recomputes it (checkpointing)."""
+def publish(call: AttentionCall, receivers: tuple[Listener, ...]) -> None:
+    """Pass a call to the listeners of its request, unless a backward pass recomputes it (checkpointing)."""
     if is_in_backward_pass():
         return
-    for listener in listeners():
+    for listener in receivers:
         listener.receive(call)

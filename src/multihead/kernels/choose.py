@@ -39,7 +39,6 @@ from multihead.kernels.proven import GpuPath, reason_to_wait
 from multihead.kernels.slow_paths import raise_if_strict
 from multihead.masks import Causal
 from multihead.masks.base import KeyBounds
-from multihead.tensors.tracing import is_intercepted
 
 
 class Kernel(Protocol):
@@ -95,7 +94,14 @@ class CallPlan(NamedTuple):
     kernel: Kernel
 
 
-PLAN_CACHE: PlanCache[CallPlan] = PlanCache(CACHE_BYTES)
+class _CachedPlan(NamedTuple):
+    """A plan, and the kernels among which it chose: their ids are in its key, and stay theirs while they are held."""
+
+    plan: CallPlan
+    kernels: tuple[Kernel, ...]
+
+
+PLAN_CACHE: PlanCache[_CachedPlan] = PlanCache(CACHE_BYTES)
 
 
 def plan_call(request: AttentionRequest, *, kernel: str | None = None) -> CallPlan:
@@ -103,13 +109,13 @@ def plan_call(request: AttentionRequest, *, kernel: str | None = None) -> CallPl
     key = None if kernel is not None else _cache_key(request)
     known = None if key is None else PLAN_CACHE.entries.get(key)
     if known is not None:
-        return known
+        return known.plan
     bounds = bounds_of(request)
     name = choose_kernel(request, bounds, kernel=kernel).name
     made = CallPlan(bounds, KERNELS[name])
     # The reference kernel is not cached, because each of its calls must check `strict()`.
     if key is not None and name != "reference":
-        PLAN_CACHE.add(key, made, bounds)
+        PLAN_CACHE.add(key, _CachedPlan(made, tuple(KERNELS.values())), bounds)
     return made
 
 
@@ -124,7 +130,7 @@ def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
     """Return the cache key of the plan of a call; None for calls without a cached plan, such as decoding steps."""
     q, k, v = request.q, request.k, request.v
     if (
-        is_intercepted()
+        request.surroundings.intercepted
         or request.shape.device.type not in ("cpu", "cuda")
         # The number of keys is new in each decoding step, so a cached plan would not be used again.
         or request.shape.query_length == 1
@@ -140,7 +146,8 @@ def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
     if mask is None:
         return None
     native = library.reason_of_absence() or library.chosen_instruction_set().index
-    return mask, request.shape, request.query_start, request.softcap is None, request.qkv_need_gradient, native
+    flags = request.softcap is None, request.qkv_need_gradient
+    return mask, request.shape, request.query_start, flags, native, tuple(map(id, KERNELS.values()))
 
 
 def choose_kernel(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None = None) -> KernelChoice:

@@ -7,7 +7,8 @@ from html import escape
 
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionRequest, WorkEstimate
-from multihead.kernels.choose import KERNELS, choose_kernel
+from multihead.kernels.choose import KERNELS, KernelChoice, choose_kernel
+from multihead.kernels.native import short_call
 from multihead.kernels.plan.bounds import bounds_of, fraction_within_bounds
 from multihead.kernels.proven import has_run_on_hardware
 from multihead.kernels.sequence_split import RankWork, use_split
@@ -71,7 +72,8 @@ def explain_request(request: AttentionRequest, *, kernel: str | None = None, wai
     if sequence is not None:
         return _explain_rank(sequence.estimate_rank_work(request, kernel=kernel), kernel)
     bounds = bounds_of(request)
-    choice = choose_kernel(request, bounds, kernel=kernel)
+    short = kernel is None and short_call.takes_request(request)
+    choice = KernelChoice("native", {}) if short else choose_kernel(request, bounds, kernel=kernel)
     work = KERNELS[choice.name].estimate_work(request, bounds)
     cells = request.shape.num_cells
     return Explanation(

@@ -34,7 +34,7 @@ from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import RelativeBias
 from multihead.scores.terms import add_sinks
-from multihead.tensors.tracing import constant_in_graphs, is_captured, is_intercepted, is_traced, is_transformed
+from multihead.tensors.tracing import constant_in_graphs, is_captured, is_intercepted
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -60,7 +60,8 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     missing = _missing_flex_requirement(shape.device)
     if missing is not None:
         return missing
-    if not torch.compiler.is_compiling() and is_traced() and not is_transformed():
+    around = request.surroundings
+    if not torch.compiler.is_compiling() and around.traced and not around.transformed:
         return "it calls torch.compile, which torch.jit.trace, make_fx and FakeTensorMode cannot record"
     if _is_transformed():
         return "flex_attention does not support the transforms of torch.func"

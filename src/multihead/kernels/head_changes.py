@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from multihead.errors import ModelError
-from multihead.kernels.call import AttentionRequest, listeners
-from multihead.tensors.tracing import is_in_backward_pass, is_traced
+from multihead.kernels.call import AttentionRequest
+from multihead.tensors.tracing import is_in_backward_pass
 from multihead.tensors.undo import Undo
 
 
@@ -56,7 +56,7 @@ class HeadChange(Protocol):
 
 
 active_changes: tuple[HeadChange, ...] = ()
-"""The active changes, in the order in which they began."""
+"""The active changes, in the order in which they began. Like listeners, they need a call's origin (`CallOrigin`)."""
 
 
 @contextmanager
@@ -74,11 +74,6 @@ def apply_change(change: HeadChange) -> Iterator[None]:
         yield
 
 
-def needs_call_origin() -> bool:
-    """Whether an active change or listener needs to know which layer makes a call (`CallOrigin`)."""
-    return bool(active_changes) or bool(listeners())
-
-
 def change_output(request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
     """Apply the active changes to the output of a call, (batch, heads, queries, value_dim).
 
@@ -88,7 +83,7 @@ def change_output(request: AttentionRequest, output: Tensor) -> tuple[Tensor, Te
     concerned = _changes_of_call(request)
     if not concerned:
         return output, None
-    if is_traced():
+    if request.surroundings.traced:
         raise ModelError(
             "A layer whose heads are switched off is being traced, and a trace would keep them off.",
             "Trace, compile or export the model outside of the context.",

@@ -7,7 +7,6 @@ nn.MultiheadAttention (`compat/torch_nn/attention.py`) uses this module where it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,14 +18,11 @@ from multihead.kernels.call import (
     AttentionCall,
     AttentionRequest,
     AttentionResult,
-    listeners,
     publish,
-    statistics_requested_by_listeners,
 )
 from multihead.kernels.dense_tile import hidden_cells, without_autocast
 from multihead.kernels.native import library
 from multihead.tensors.shapes import index_axes
-from multihead.tensors.tracing import is_traced
 
 # Number of weights computed at once, over samples and heads: 1 MiB of float32. Matrix products of this size are as fast
 # as larger ones, and the softmax is 5 times faster than over all weights of a call.
@@ -43,7 +39,7 @@ def is_computed_per_head(request: AttentionRequest, *, need_weights: bool) -> bo
     faster for gradients, masks that hide keys and many keys, and the native kernel if no weights are needed.
     """
     shape = request.shape
-    if is_traced() or shape.device.type != "cpu" or not shape.num_cells:
+    if request.surroundings.traced or shape.device.type != "cpu" or not shape.num_cells:
         return False
     if shape.dtype not in (torch.float32, torch.float64):
         return False
@@ -62,7 +58,8 @@ def attend_per_head(request: AttentionRequest, *, need_weights: bool, average: b
     `is_computed_per_head` must be True, and the request must have as many key/value heads as heads. The weights are
     (batch, heads, queries, keys), or averaged over the heads (batch, queries, keys), or None if not needed.
     """
-    request = replace(request, requested_statistics=statistics_requested_by_listeners())
+    receivers = request.surroundings.listeners
+    request = request.as_listeners_receive_it()
     keep = None
     if request.dropout:
         shape = request.shape
@@ -76,9 +73,9 @@ def attend_per_head(request: AttentionRequest, *, need_weights: bool, average: b
         else:
             output, weights = _forward_per_head(*arguments)
         output, factors = head_changes.change_output(request, output) if head_changes.active_changes else (output, None)
-        if listeners():
+        if receivers:
             attended = AttentionResult(output, _logsumexp_per_head(request), head_factors=factors)
-            publish(AttentionCall(request, attended))
+            publish(AttentionCall(request, attended), receivers)
     return output, weights
 
 

@@ -20,13 +20,18 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from multihead.errors import ArgumentError
-from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate, concatenate_queries
+from multihead.kernels.call import (
+    AttentionRequest,
+    AttentionResult,
+    WorkEstimate,
+    concatenate_queries,
+    find_surroundings,
+)
 from multihead.kernels.dense_tile import scores, visible_cells, working_dtype
 from multihead.kernels.nonfinite import make_rows_nan, replace_nonfinite
 from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
 from multihead.tensors.shapes import consecutive_slices
-from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
 GPU_PATH = None  # it consists of PyTorch's operators, each of which runs on every device
@@ -62,7 +67,7 @@ def _attend_rows(request: AttentionRequest, rows: slice, keys: slice) -> Attenti
     hidden = ~visible_cells(request, rows, keys)
     cells = scores(request, rows, keys, hidden=hidden)
     weights, logsumexp = softmax(cells, request.sinks)  # (batch, heads, queries, keys), (batch, heads, queries)
-    if is_traced() or request.needs_gradient:
+    if request.surroundings.traced or request.needs_gradient:
         # The gradient of a hidden weight may overflow, and 0 * inf is NaN.
         weights = weights.masked_fill(hidden, 0)
     dropped = dropout(weights, request.dropout) if request.dropout else weights
@@ -78,7 +83,7 @@ def _materialises_all_weights(request: AttentionRequest) -> bool:
     With gradients autograd saves all weights anyway, dropout draws a number for each weight, and in a graph or a
     transform the visible keys of a block are unknown.
     """
-    return request.dropout > 0 or is_traced() or request.needs_gradient
+    return request.dropout > 0 or request.surroundings.traced or request.needs_gradient
 
 
 def _range_of_visible_keys(bounds: KeyBounds, rows: slice) -> slice:
@@ -155,8 +160,9 @@ def differentiable_gradients(
     )
     tensors = (request.q, request.k, request.v, request.bias_values, request.sinks)
     inputs = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    fresh = replace(request, requested_statistics=frozenset(), surroundings=find_surroundings())
     with torch.enable_grad():
-        cleaned, bad_rows = replace_nonfinite(replace(request, requested_statistics=frozenset()), bounds)
+        cleaned, bad_rows = replace_nonfinite(fresh, bounds)
         attended = attend(cleaned, bounds)
         attended = attended if bad_rows is None else make_rows_nan(attended, bad_rows)
         pairs = ((attended.output, grad_output), (attended.logsumexp, grad_logsumexp))

@@ -31,7 +31,6 @@ from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import bias_tile
 from multihead.scores.terms import add_sinks
-from multihead.tensors.tracing import is_traced
 
 HANDLES_NONFINITE = False
 GPU_PATH = GpuPath("sdpa", ("kernels/sdpa.py", "kernels/fused.py"), in_use_before_rows=True)
@@ -42,7 +41,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
     device = request.shape.device
     if device.type not in ("cpu", "cuda"):
         return f"it calls PyTorch's fused kernels for the CPU and CUDA, and the tensors are on {device}"
-    if is_traced():
+    if request.surroundings.traced:
         return "it reads tensor values, which is impossible in a graph or a transform of torch.func"
     if request.dropout:
         return "PyTorch's fused kernels are called without dropout"

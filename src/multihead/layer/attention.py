@@ -30,38 +30,40 @@ from multihead.errors.arguments import (
     rejects_unknown_keywords,
 )
 from multihead.functional import attend, request_of
-from multihead.kernels import sequence_split
-from multihead.kernels.call import AttentionArguments, AttentionRequest, CallOrigin
+from multihead.kernels import head_changes, sequence_split
+from multihead.kernels.call import AttentionArguments, AttentionRequest, CallOrigin, Surroundings, find_surroundings
 from multihead.kernels.explanation import Explanation, explain_request
-from multihead.kernels.head_changes import needs_call_origin
-from multihead.kernels.native import eager
-from multihead.kernels.quantised import dequantise
+from multihead.kernels.native import short_call
 from multihead.layer.arguments import (
+    KeysOfCall,
     LayerCall,
+    LayerInputs,
     LayerInputWidths,
+    PreparedAttention,
     check_bias_signature,
     check_is_cache,
+    check_position_bias,
     projection_dtype,
 )
 from multihead.layer.cache import KeyValueCache
 from multihead.layer.heads import head_counts, head_dim_of
-from multihead.layer.packing import NO_PADDING, Packing, PaddingSide
+from multihead.layer.packing import NO_PADDING, Packing, Padding, PaddingSide
 from multihead.layer.qk_norm import QKNorm
+from multihead.layer.sharding import CallOfHeads, LayerOfLocalHeads, ShardableLayer
 from multihead.layer.steps import (
+    add_learned_key,
     apply_gates,
     attention_map_size,
     extend_cache,
     find_query_start,
+    hold_memory,
     normalise_qk,
-    prepend_learned_keys,
     rotate,
 )
 from multihead.masks import Full, Mask
-from multihead.masks.leading_keys import LeadingKeys
 from multihead.rotary import Rotary
 from multihead.scores.bias import Bias, add_biases, prepend_zero_column
 from multihead.scores.terms import check_softcap
-from multihead.tensors.tracing import is_intercepted
 
 _FULL = Full()
 _NO_CONTEXT = nullcontext()
@@ -271,114 +273,129 @@ class MultiHeadAttention(nn.Module):
             raise_unknown_keywords(MultiHeadAttention.forward, unknown, LAYER_REPLACEMENTS)
         call = LayerCall(
             x,
+            mask,
             memory,
             values,
-            mask=mask,
-            bias=bias,
-            lengths=lengths,
-            memory_lengths=memory_lengths,
-            padding_side=padding_side,
-            packing=packing,
-            cache=cache,
-            head_gates=head_gates,
-            query_start=query_start,
+            bias,
+            lengths,
+            memory_lengths,
+            padding_side,
+            packing,
+            cache,
+            head_gates,
+            query_start,
         )
         if cache is not None:
             check_is_cache(cache)
+        around = find_surroundings()
+        # A tracer, a global module hook and a replaced nn.Linear.forward work only if the modules are called.
+        calls_modules = around.intercepted or has_any_global_hook() or nn.Linear.forward is not _LINEAR_FORWARD
         with _NO_CONTEXT if cache is None else cache.rollback_on_error():
-            q, k, v, terms = self._prepare_attention(call)
-            output = self._attend(call, q, k, v, terms)  # (batch, heads, queries, value_head_dim)
-            if call.local_layer.head_gates is not None:
-                output = apply_gates(output, call.local_layer.head_gates)
-            if call.head_gates is not None:
-                output = apply_gates(output, call.head_gates)
+            ready = self._prepare_attention(call, around, calls_modules=calls_modules)
+            q, (k, v, _, _, scales), terms, padding, *_ = ready
+            # The output is (batch, heads, queries, value_head_dim).
+            output = short_call.attend(q, k, v, terms, around, self._attend_by_plan, ready, scales)[0]
+            if ready.local_layer.head_gates is not None:
+                output = apply_gates(output, ready.local_layer.head_gates)
+            if ready.head_gates is not None:
+                output = apply_gates(output, ready.head_gates)
         # (batch, queries, heads * value_head_dim), or (batch, queries, value_head_dim)
         merged = output.transpose(1, 2).flatten(2) if self.merge == "concat" else output.mean(1)
-        if call.padding.right_padded_query_packing is not None:
-            merged = call.padding.right_padded_query_packing.pack(merged)  # (1, tokens, width): no padding is projected
-        output = merged if self._modules.get("out_proj") is None else self._project(call, "out_proj", merged)
-        output = call.padding.restore_padding(output)  # (batch, queries, output_dim)
-        return output if call.has_batch_dim else output[0]
+        if padding.right_padded_query_packing is not None:
+            merged = padding.right_padded_query_packing.pack(merged)  # (1, tokens, width): no padding is projected
+        if self._modules.get("out_proj") is not None:
+            merged = self._project("out_proj", merged, calls_modules)
+        output = padding.restore_padding(merged)  # (batch, queries, output_dim)
+        return output if ready.has_batch_dim else output[0]
 
-    def _prepare_attention(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor, AttentionArguments]:
+    def _prepare_attention(self, call: LayerCall, around: Surroundings, *, calls_modules: bool) -> PreparedAttention:
         """Compute queries, keys and values of a call: project, split into heads, normalise, rotate, extend the cache.
 
-        Returns:
-            q (batch, heads, queries, head_dim), k (batch, kv_heads, keys, head_dim), v (batch, kv_heads, keys,
-            value_head_dim), and the other arguments of the attention, such as mask and bias.
+        Args:
+            call: the arguments of the call.
+            around: what runs around the call.
+            calls_modules: whether the modules of the projections must be called.
         """
-        x, memory, values = self._check_and_drop_padding(
-            call
-        )  # (batch, length, features), or (1, tokens, features) without padding
-        project, padding, cached, cache = self._project, call.padding, call.cached_memory, call.cache
+        inputs, padding = self._check_and_drop_padding(call, around)
+        x, memory, values, _ = inputs  # (batch, length, features), or (1, tokens, features) without padding
+        is_self_attention, cache = memory is x, call.cache
+        cached = None if cache is None or is_self_attention else cache.memory  # projected in an earlier call
+        is_new = cached is None
 
-        q = project(call, "q_proj", x)  # (batch, queries, heads * head_dim)
-        k = project(call, "k_proj", memory) if cached is None else cached.k  # (batch, keys, kv_heads * head_dim)
-        v = project(call, "v_proj", values) if cached is None else cached.v  # (batch, keys, kv_heads * value_head_dim)
+        q = self._project("q_proj", x, calls_modules)  # (batch, queries, heads * head_dim)
+        # (batch, keys, kv_heads * head_dim), or as the cache holds them
+        k = self._project("k_proj", memory, calls_modules) if cached is None else cached.k
+        v = self._project("v_proj", values, calls_modules) if cached is None else cached.v
         if padding is not NO_PADDING:
-            q, k, v = padding.unpack_projected(x, q, memory, k, v, keys_are_new=cached is None)
-        if not self._holds_all_heads(call, q, k, v):  # heads are split over processes
-            k, v = call.slice_to_local_heads(self, q, k, v)
-        local = call.local_layer
+            q, k, v = padding.unpack_projected(x, q, memory, k, v, keys_are_new=is_new)
+        local: ShardableLayer | LayerOfLocalHeads = self
+        mask, bias, head_gates = call.mask, call.bias, call.head_gates
+        if not self._holds_all_heads(q, k, v, keys_are_new=is_new):  # heads are split over processes
+            of_all = CallOfHeads(self, k, v, mask, bias, head_gates)
+            local, k, v, mask, bias, head_gates = of_all.slice_to_local_heads(self, q, keys_are_new=is_new)
 
         q = _split_into_heads(q, local.num_heads, self.head_dim)  # (batch, heads, queries, head_dim)
-        if cached is None:
+        if is_new:
             k = _split_into_heads(k, local.num_kv_heads, self.head_dim)  # (batch, kv_heads, keys, head_dim)
             v = _split_into_heads(v, local.num_kv_heads, self.value_head_dim)  # (batch, kv_heads, keys, value_head_dim)
         if local.qk_norm is not None:
-            q, k = normalise_qk(local.qk_norm, q, k, keys_are_new=cached is None)
-        # In other calls the first query is at position 0, or `extend_cache` sets its position, which is too late for a
-        # rotation.
-        if (
-            not call.is_self_attention
-            or call.query_start is not None
-            or (cache is not None and self.rotary is not None)
-        ):
-            find_query_start(call, q, k, layer_uses_positions=self.rotary is not None or self.position_bias is not None)
+            q, k = normalise_qk(local.qk_norm, q, k, keys_are_new=is_new)
+        start: int | Tensor = 0
+        # Other calls start at position 0, or `extend_cache` finds the position, which is too late for a rotation.
+        if not is_self_attention or call.query_start is not None or (cache is not None and self.rotary is not None):
+            matters = self.rotary is not None or self.position_bias is not None or mask.uses_positions
+            start = find_query_start(call, q, k, is_self_attention=is_self_attention, matters=matters)
         if self.rotary is not None:
-            q, k = rotate(self.rotary, call, q, k)
-        if cache is not None:
-            k, v = extend_cache(cache, call, q, k, v)
-        elif padding is not NO_PADDING:
-            call.mask = padding.hide_in_mask(call.mask)
-        k, v, terms = self._add_bias_and_sinks(call, q, k, v)
-        return q, k, v, terms
+            packed = padding.positions  # (1, tokens) for packed samples
+            same = packed is not None or (is_self_attention and cache is not None)
+            places = start if packed is None else packed
+            q, k = rotate(self.rotary, q, k, places, same_tokens=same, keys_are_new=is_new)
+        if cache is None:
+            mask = mask if padding is NO_PADDING else padding.hide_in_mask(mask)
+            keys = KeysOfCall(k, v, mask, start)
+        elif is_self_attention:
+            keys = extend_cache(cache, k, v, mask, padding)
+        else:
+            keys = hold_memory(cache, q, KeysOfCall(k, v, mask, start), padding)
+        keys, terms = self._add_bias_and_sinks(local, q, keys, bias, padding, cache)
+        # If x and memory differ and query_start is given, x may hold the newest tokens of the sequence in memory.
+        crosses = not is_self_attention if is_self_attention or call.query_start is None else None
+        return PreparedAttention(q, keys, terms, padding, cache, crosses, local, head_gates, inputs.has_batch_dim)
 
-    def _check_and_drop_padding(self, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Check a call, and return x, memory and values: (batch, length, features), or packed (1, tokens, features)."""
+    def _check_and_drop_padding(self, call: LayerCall, around: Surroundings) -> tuple[LayerInputs, Padding]:
+        """Check a call, and return its padding, and x, memory and values without it.
+
+        They are (batch, length, features) each, or (1, tokens, features) if there is padding.
+        """
         x, packing, cache = call.x, call.packing, call.cache
-        memory = values = x
         weight = self._modules["q_proj"]._parameters.get("weight")  # type: ignore[union-attr]  # noqa: SLF001
         alone = call.memory is None and call.values is None and call.memory_lengths is None and packing is None
         usual = alone and type(x) is Tensor and isinstance(call.mask, Mask) and weight is not None
-        if not (
-            usual and x.dim() == 3 and x.shape[2] == self.embed_dim == self.key_dim and x.dtype is weight.dtype  # type: ignore[union-attr]
-        ):
+        if usual and x.dim() == 3 and x.shape[2] == self.embed_dim == self.key_dim and x.dtype is weight.dtype:  # type: ignore[union-attr]
+            inputs = LayerInputs(x, x, x)
+        else:
             widths = LayerInputWidths(self.embed_dim, self.key_dim, self.value_dim, projection_dtype(self.q_proj))
-            x, memory, values = call.check_inputs(widths)
-        call.local_layer = self
-        # A tracer, a global module hook and a replaced nn.Linear.forward work only if the modules are called.
-        call.needs_module_calls = is_intercepted() or has_any_global_hook() or nn.Linear.forward is not _LINEAR_FORWARD
+            inputs = call.check_inputs(widths)
         if sequence_split.active_split is not None:
-            call.check_sequence_split(added_key=self.bias_k is not None)
+            call.check_sequence_split(inputs, added_key=self.bias_k is not None)
         if packing is not None:
-            call.check_packing(packing)
+            call.check_packing(packing, inputs.x)
         if cache is not None:
-            call.check_cache(cache)
+            call.check_cache(cache, inputs)
             cache.check_same_heads(self)
-            call.cached_memory = None if call.is_self_attention else cache.memory
         if call.lengths is None and call.memory_lengths is None and packing is None:
-            return x, memory, values
-        call.find_padding(x, memory)
-        return call.padding.drop_padding(x, memory, values)
+            return inputs, NO_PADDING
+        padding = call.find_padding(inputs, self, intercepted=around.intercepted)
+        tokens = padding.drop_padding(inputs.x, inputs.memory, inputs.values)
+        return LayerInputs(*tokens, inputs.has_batch_dim), padding
 
-    def _project(self, call: LayerCall, name: str, x: Tensor) -> Tensor:
+    def _project(self, name: str, x: Tensor, calls_modules: bool) -> Tensor:  # noqa: FBT001 - positions are faster
         """Project tokens: (batch, length, features) -> (batch, length, width).
 
         An nn.Linear without hooks is computed by F.linear, because calling the module takes 3 microseconds more.
         """
         projection: Any = self._modules[name]  # half a microsecond faster than nn.Module.__getattr__
-        if call.needs_module_calls:
+        if calls_modules:
             return projection(x)  # type: ignore[no-any-return]
         state = projection.__dict__
         parameters = state["_parameters"]
@@ -396,77 +413,68 @@ class MultiHeadAttention(nn.Module):
             return projection(x)  # type: ignore[no-any-return]
         return F.linear(x, weight, parameters.get("bias"))
 
-    def _holds_all_heads(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def _holds_all_heads(self, q: Tensor, k: Tensor, v: Tensor, *, keys_are_new: bool) -> bool:
         """Whether projected q, k and v (batch, length, width) contain all heads, and not only those of this process."""
         if type(q) is not Tensor or q.shape[2] != self.num_heads * self.head_dim:
             return False
-        return call.cached_memory is not None or (
+        return not keys_are_new or (
             k.shape[2] == self.num_kv_heads * self.head_dim and v.shape[2] == self.num_kv_heads * self.value_head_dim
         )
 
     def _add_bias_and_sinks(
-        self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor, AttentionArguments]:
-        """Prepend the learned key to k, v (batch, kv_heads, keys, dim); return them and the other arguments."""
-        local, mask, bias, start = call.local_layer, call.mask, call.bias, call.first_query_position
+        self,
+        local: ShardableLayer | LayerOfLocalHeads,
+        q: Tensor,
+        keys: KeysOfCall,
+        bias: Bias | None,
+        padding: Padding,
+        cache: KeyValueCache | None,
+    ) -> tuple[KeysOfCall, AttentionArguments]:
+        """Prepend the learned key to the keys of a call, and return them and the other arguments of the attention."""
         if local.position_bias is not None:
-            queries, keys = attention_map_size(q, k, v)
-            own = local.position_bias(queries, keys, query_start=start, device=q.device, dtype=q.dtype)
-            call.check_position_bias(own)
-            bias = own if bias is None else add_biases(bias, own, queries, keys)
+            count = attention_map_size(q, keys.k, keys.v)
+            own = local.position_bias(*count, query_start=keys.query_start, device=q.device, dtype=q.dtype)
+            check_position_bias(own, padding, cache)
+            bias = own if bias is None else add_biases(bias, own, *count)
         if local.bias_k is not None and local.bias_v is not None:
-            if call.int8_scales is not None:
-                k, v = dequantise(k, call.int8_scales.k, q.dtype), dequantise(v, call.int8_scales.v, q.dtype)
-                call.int8_scales = None
-            k, v = (
-                prepend_learned_keys(local.bias_k, k),
-                prepend_learned_keys(local.bias_v, v),
-            )  # (batch, kv_heads, 1 + keys, dim)
-            mask, start = LeadingKeys(1, mask), start + 1
-            bias = None if bias is None else prepend_zero_column(bias, q.shape[2], k.shape[2] - 1)
+            keys = add_learned_key(keys, local.bias_k, local.bias_v, q.dtype)
+            bias = None if bias is None else prepend_zero_column(bias, q.shape[2], keys.k.shape[2] - 1)
         sinks: Tensor | None = local.sinks
         if self.add_zero_attn:
             # A key of 0 with a value of 0 is a sink whose logit is 0.
             zero = q.new_zeros(q.shape[1])
             sinks = zero if sinks is None else torch.logaddexp(sinks, zero.to(sinks.dtype))
         dropout = self.dropout if self.training else 0.0
-        return k, v, (mask, bias, self.softcap, sinks, self.scale, dropout, start)
+        return keys, (keys.mask, bias, self.softcap, sinks, self.scale, dropout, keys.query_start)
 
-    def _attend(self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments) -> Tensor:
-        """Compute the attention: (batch, heads, queries, value_head_dim)."""
-        if call.padding.documents is None:
-            attended = eager.attend(q, k, v, terms, call.int8_scales)
-            if attended is not None:
-                return attended[0]
-        return attend(self._build_request(call, q, k, v, terms)).output
+    def _attend_by_plan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        terms: AttentionArguments,
+        around: Surroundings,
+        ready: PreparedAttention,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the attention of a prepared call by its request: output and logsumexp."""
+        result = attend(self._request_of(ready, around))
+        return result.output, result.logsumexp
 
-    def _build_request(
-        self, call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: AttentionArguments
-    ) -> AttentionRequest:
+    def _request_of(self, ready: PreparedAttention, around: Surroundings) -> AttentionRequest:
         """Build the attention request of a call, with its origin if a listener or a change of heads needs it."""
-        origin, cache, padding = None, call.cache, call.padding
-        if needs_call_origin():
-            position_in_sequence = None if cache is None else cache.last_call_position
-            lengths, crosses = padding.packed_lengths, call.is_cross_attention
+        q, (k, v, _, _, scales), terms, padding, cache, crosses, *_ = ready
+        origin = None
+        if around.listeners or head_changes.active_changes:
             origin = CallOrigin(
                 self,
-                lengths,
-                position_in_sequence,
+                padding.packed_lengths,
+                None if cache is None else cache.last_call_position,
                 crosses,
                 qk_computed_for_call=cache is None,
                 unpadded_queries=padding.unpadded_queries,
             )
-        more_keys_later, mask_fits = cache is not None, padding.documents is not None
-        return request_of(
-            q,
-            k,
-            v,
-            *terms,
-            more_keys_later=more_keys_later,
-            mask_fits=mask_fits,
-            origin=origin,
-            scales=call.int8_scales,
-        )
+        more, fits = cache is not None, padding.documents is not None
+        return request_of(q, k, v, *terms, around, more_keys_later=more, mask_fits=fits, origin=origin, scales=scales)
 
     def explain(
         self, x: Tensor, memory: Tensor | None = None, values: Tensor | None = None, **arguments: Any
@@ -482,14 +490,16 @@ class MultiHeadAttention(nn.Module):
         memory   about ... besides q, k and v
         """
         arguments = {"mask": _FULL, **arguments}
-        unknown = {name: given for name, given in arguments.items() if name not in (*LayerCall.__match_args__, "mask")}
+        unknown = {name: given for name, given in arguments.items() if name not in LayerCall._fields}
         if unknown:
             raise_unknown_keywords(MultiHeadAttention.forward, unknown, LAYER_REPLACEMENTS)
-        call = LayerCall(x, memory, values, **arguments)
+        call = LayerCall(x, memory=memory, values=values, **arguments)
         if call.cache is not None:
             check_is_cache(call.cache)
-            call.cache = deepcopy(call.cache)
-        request = self._build_request(call, *self._prepare_attention(call))
+            call = call._replace(cache=deepcopy(call.cache))
+        around = find_surroundings()
+        ready = self._prepare_attention(call, around, calls_modules=True)
+        request = self._request_of(ready, around)
         given = {"lengths": call.lengths, "memory_lengths": call.memory_lengths}
         devices = {name: each.device for name, each in given.items() if isinstance(each, Tensor)}
         far = [f"{name} on {device}" for name, device in devices.items() if device.type not in ("cpu", "meta")]

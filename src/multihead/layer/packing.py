@@ -28,7 +28,7 @@ from multihead.kernels.native.operator import indices_of_tokens
 from multihead.kernels.sequence_split import SequenceSplit, reject_split_sequence
 from multihead.masks import Documents, Lengths, Mask
 from multihead.tensors.shapes import numbers_per_sample
-from multihead.tensors.tracing import can_read_values, is_intercepted, is_jit_traced, is_traced
+from multihead.tensors.tracing import can_read_values, is_jit_traced, is_traced
 
 PaddingSide = Literal["right", "left"]
 
@@ -230,14 +230,23 @@ class Padding(NamedTuple):
         *,
         in_one_row: bool,
         side: PaddingSide = "right",
+        intercepted: bool,
     ) -> Padding:
         """Return the padding of x and memory, (batch, length, features) each, which may be the same tensor.
 
-        `in_one_row`: whether attention can be computed on all samples packed into one row.
+        Args:
+            x: the input of the queries.
+            memory: the input of the keys.
+            lengths: (batch,), tokens of each sample of x, or None.
+            memory_lengths: (batch,), tokens of each sample of memory, or None.
+            in_one_row: whether attention can be computed on all samples packed into one row.
+            side: whether padding comes after ("right") or before ("left") the tokens of a sample.
+            intercepted: whether a tracer, a mode or a transform runs around the call, so that values of lengths are not
+                read, and tensors made from them are not cached.
         """
         if memory is x:
             lengths = memory_lengths if lengths is None else lengths
-            if not is_intercepted():
+            if not intercepted:
                 ints = lengths
                 if type(lengths) is Tensor and lengths.is_cpu and lengths.dim() == 1:
                     ints = lengths.tolist()

@@ -85,6 +85,47 @@ class LayerOfLocalHeads(NamedTuple):
     bias_v: Tensor | None
 
 
+class CallOfHeads(NamedTuple):
+    """What depends on the heads in a call: for all heads, or for those that this process computes.
+
+    Attributes:
+        layer: the layer, or its attributes sliced to these heads.
+        k: (batch, keys, kv_heads * head_dim), or as a cache holds it.
+        v: (batch, keys, kv_heads * value_head_dim), or as a cache holds it.
+        mask: which keys each query may see.
+        bias: added to the scores, or None.
+        head_gates: (heads,), or broadcasting to (batch, heads, queries), or None.
+    """
+
+    layer: ShardableLayer | LayerOfLocalHeads
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    bias: Bias | None
+    head_gates: Tensor | None
+
+    def slice_to_local_heads(self, layer: ShardableLayer, q: Tensor, *, keys_are_new: bool) -> CallOfHeads:
+        """Slice a call of all heads of a layer to those of this process, whose q is (batch, queries, width).
+
+        Keys and values that are not new are from a cache, which has only the keys of this process.
+        """
+        k, v = self.k, self.v
+        local = local_heads(layer, q, k, v) if keys_are_new else local_heads(layer, q)
+        if local is None:
+            return self
+        if keys_are_new:
+            k = local.slice_keys(k, layer.num_kv_heads, layer.head_dim)
+            v = local.slice_keys(v, layer.num_kv_heads, layer.value_head_dim)
+        return CallOfHeads(
+            local.slice_parameters(layer),
+            k,
+            v,
+            local.slice_mask(self.mask),
+            None if self.bias is None else local.slice_bias(self.bias, "bias"),
+            None if self.head_gates is None else local.slice_gates(self.head_gates),
+        )
+
+
 class ShardGroup(NamedTuple):
     """The group of processes over which a projection is split.
 

@@ -9,19 +9,26 @@ from torch import Tensor
 
 from multihead.errors import DtypeError, ShapeError
 from multihead.kernels import sequence_split
-from multihead.layer.arguments import LayerCall
+from multihead.kernels.quantised import dequantise
+from multihead.layer.arguments import KeysOfCall, LayerCall
 from multihead.layer.cache import KeyValueCache
+from multihead.layer.packing import Padding
+from multihead.masks import Mask
+from multihead.masks.leading_keys import LeadingKeys
 from multihead.rotary import Rotary
 from multihead.tensors.shapes import AttentionShape, resolve_query_start
 
 
-def find_query_start(call: LayerCall, q: Tensor, k: Tensor, *, layer_uses_positions: bool) -> None:
-    """Set `call.start`, the position of the first query, if the layer or the mask depends on it."""
-    matters = layer_uses_positions or call.mask.uses_positions
-    if call.cache is not None and call.query_start is None and (call.is_self_attention or matters):
-        call.first_query_position = call.cache.query_start
-    elif matters or call.query_start is not None:
-        call.first_query_position = position_of_first_query(call.query_start, q, k.shape[2])
+def find_query_start(call: LayerCall, q: Tensor, k: Tensor, *, is_self_attention: bool, matters: bool) -> int | Tensor:
+    """Return the position of the first query of q (batch, heads, queries, head_dim); 0 if nothing depends on it.
+
+    `matters`: whether the layer or the mask depends on positions.
+    """
+    if call.cache is not None and call.query_start is None and (is_self_attention or matters):
+        return call.cache.query_start
+    if not matters and call.query_start is None:
+        return 0
+    return position_of_first_query(call.query_start, q, k.shape[2])
 
 
 def position_of_first_query(query_start: int | Tensor | str | None, q: Tensor, keys: int) -> int | Tensor:
@@ -48,47 +55,51 @@ def normalise_qk(
     return norms(q, k) if keys_are_new else (norms(q, k[:, :, :0])[0], k)
 
 
-def rotate(rotary: Rotary, call: LayerCall, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def rotate(
+    rotary: Rotary, q: Tensor, k: Tensor, positions: int | Tensor, *, same_tokens: bool, keys_are_new: bool
+) -> tuple[Tensor, Tensor]:
     """Rotate queries (batch, heads, queries, head_dim) and keys (batch, kv_heads, keys, head_dim) by their positions.
 
-    In cross-attention the first key has position 0. Keys of a cached memory are already rotated.
+    Args:
+        rotary: the rotary embedding.
+        q: the queries.
+        k: the keys, which are already rotated if they are not new.
+        positions: those of the queries: of the first one, an int or (batch,); or of all, (1 or batch, queries).
+        same_tokens: whether keys and queries have the same positions; else the first key has position 0.
+        keys_are_new: whether the keys were projected in this call.
     """
-    positions: int | Tensor | None = call.padding.positions  # (1, tokens) for packed samples
-    same = positions is not None or (call.is_self_attention and call.cache is not None)
     sequence = sequence_split.active_split
     if sequence is not None:
-        positions, same = sequence.positions_of_rank(q.shape[2], q.device), True
-    if positions is None:
-        positions = call.first_query_position
-        if isinstance(positions, Tensor):
-            positions = positions[:, None] + torch.arange(q.shape[2], device=positions.device)  # (batch, queries)
-    if call.cached_memory is not None:
+        positions, same_tokens = sequence.positions_of_rank(q.shape[2], q.device), True
+    elif isinstance(positions, Tensor) and positions.dim() == 1:
+        positions = positions[:, None] + torch.arange(q.shape[2], device=positions.device)  # (batch, queries)
+    if not keys_are_new:
         return rotary.rotate(q, positions), k
-    if same or (isinstance(positions, int) and positions == 0):
+    if same_tokens or (isinstance(positions, int) and positions == 0):
         return rotary.rotate_both(q, k, positions)
     return rotary.rotate(q, positions), rotary.rotate(k, 0)
 
 
-def extend_cache(cache: KeyValueCache, call: LayerCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Append k and v of a call to its cache, and return all cached k and v, (batch, kv_heads, keys, dim).
-
-    Sets `call.mask`, `call.start` (the position of the first query), and `call.scales` if keys and values are int8. In
-    cross-attention the cache stores the projected memory, and counts the queries (batch, heads, queries, head_dim).
-    """
-    padding = call.padding
+def extend_cache(cache: KeyValueCache, k: Tensor, v: Tensor, mask: Mask, padding: Padding) -> KeysOfCall:
+    """Append k and v (batch, kv_heads, tokens, dim) of a self-attention, and return all that the cache holds."""
     lengths = None if padding.query_packing is None else padding.query_packing.lengths
-    if call.is_self_attention:
-        held = cache.extend(k, v, lengths=lengths)
-        call.mask = padding.hide_in_mask(call.mask.after_dropping_keys(held.key_start), held.lengths, held.k.shape[2])
-        call.int8_scales, call.first_query_position = held.scales, held.query_start
-        return held.k, held.v
-    memory = call.cached_memory
+    held = cache.extend(k, v, lengths=lengths)
+    mask = padding.hide_in_mask(mask.after_dropping_keys(held.key_start), held.lengths, held.k.shape[2])
+    return KeysOfCall(held.k, held.v, mask, held.query_start, held.scales)
+
+
+def hold_memory(cache: KeyValueCache, q: Tensor, keys: KeysOfCall, padding: Padding) -> KeysOfCall:
+    """Store the keys of a cross-attention unless the cache holds them, and return them with the padding hidden.
+
+    The cache counts the queries (batch, heads, queries, head_dim).
+    """
+    memory = cache.memory
     if memory is None:
-        memory = cache.store_memory(k, v, None if padding.key_packing is None else padding.key_packing.lengths)
-    cache.advance(q.shape[2], lengths=lengths)
-    call.mask = padding.hide_in_mask(call.mask, memory.lengths, memory.k.shape[2])
-    call.int8_scales = memory.scales
-    return memory.k, memory.v
+        lengths = None if padding.key_packing is None else padding.key_packing.lengths
+        memory = cache.store_memory(keys.k, keys.v, lengths)
+    cache.advance(q.shape[2], lengths=None if padding.query_packing is None else padding.query_packing.lengths)
+    mask = padding.hide_in_mask(keys.mask, memory.lengths, memory.k.shape[2])
+    return KeysOfCall(memory.k, memory.v, mask, keys.query_start, memory.scales)
 
 
 def apply_gates(output: Tensor, gates: Tensor) -> Tensor:
@@ -114,6 +125,15 @@ def apply_gates(output: Tensor, gates: Tensor) -> Tensor:
             f"Give one factor per head: shape ({heads},), or one that broadcasts to (batch, heads, queries) = {sizes}.",
         )
     return output * gates[..., None].to(output.dtype)
+
+
+def add_learned_key(keys: KeysOfCall, key: Tensor, value: Tensor, dtype: torch.dtype) -> KeysOfCall:
+    """Prepend a learned key and value, (kv_heads, dim) each, which every query sees; int8 keys become `dtype`."""
+    k, v, mask, start, scales = keys
+    if scales is not None:
+        k, v = dequantise(k, scales.k, dtype), dequantise(v, scales.v, dtype)
+    k, v = prepend_learned_keys(key, k), prepend_learned_keys(value, v)  # (batch, kv_heads, 1 + keys, dim)
+    return KeysOfCall(k, v, LeadingKeys(1, mask), start + 1)
 
 
 def prepend_learned_keys(key: Tensor, x_heads: Tensor) -> Tensor:

@@ -483,10 +483,13 @@ class And(_CombinedMask):
 
     @cached_property
     def band(self) -> Band | None:  # type: ignore[override]
-        bands = [part.band for part in self.parts]
-        known = [band for band in bands if band is not None]
+        known: list[Band] = []
+        for part in self.parts:
+            if part.band is None:
+                return None
+            known.append(part.band)
         lengths = [band.lengths for band in known if band.lengths is not None]
-        if len(known) < len(bands) or len(lengths) > 1:
+        if len(lengths) > 1:
             return None
         before, after = (min((n for n in side if n >= 0), default=-1) for side in list(zip(*known, strict=True))[1:])
         return Band(lengths[0] if lengths else None, before, after)

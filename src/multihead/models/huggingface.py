@@ -17,10 +17,16 @@ from torch import Tensor, nn
 from multihead.compat.torch_nn.replace import replace_until_undone
 from multihead.errors import ModelError
 from multihead.functional import attend, request_of
-from multihead.kernels import sequence_split
-from multihead.kernels.call import CallOrigin, KeyPlaces
-from multihead.kernels.head_changes import needs_call_origin
-from multihead.kernels.native import eager
+from multihead.kernels import head_changes, sequence_split
+from multihead.kernels.call import (
+    AttentionArguments,
+    AttentionRequest,
+    CallOrigin,
+    KeyPlaces,
+    Surroundings,
+    find_surroundings,
+)
+from multihead.kernels.native import short_call
 from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.layer.sharding import slice_to_rank
 from multihead.masks import Causal, Full, Keep, Mask
@@ -130,24 +136,47 @@ def transformers_attention(
         position_bias = position_bias[..., :keys]
     if position_bias is not None:
         bias = position_bias if bias is None else add_biases(position_bias, bias, query.shape[2], keys)
-    terms = (mask, bias, softcap, s_aux, scaling, float(dropout))
-    attended = eager.attend(query, key, value, (*terms, start))
-    returned = output_attentions.are_weights_wanted(options)
-    if returned:
+    terms, around = (mask, bias, softcap, s_aux, scaling, float(dropout), start), find_surroundings()
+    call = (query, key, value, terms, around)
+    weights = None
+    if output_attentions.are_weights_wanted(options):
         reject_split_sequence("output_attentions=True", "Compute the weights outside, from all tokens.")
-    if attended is not None and not returned:
-        output, weights = attended[0], None
+        request = _request_of_call(*call, (module, attention_mask))
+        output, logsumexp, *_ = short_call.attend(*call, _attend_request, request)
+        weights = output_attentions.weights_of(request, logsumexp)
     else:
-        if start is None:  # the mask does not need the position of the first query, but listeners do
-            start = 0 if not needs_call_origin() or is_cross_attention(module) else max(keys - query.shape[2], 0)
-        request = request_of(query, key, value, *terms, start, origin=_origin_of_call(module, attention_mask))
-        if attended is None:
-            result = attend(request)
-            attended = result.output, result.logsumexp
-        output, logsumexp = attended[:2]
-        weights = output_attentions.weights_of(request, logsumexp) if returned else None
+        output = short_call.attend(*call, _attend_by_plan, (module, attention_mask))[0]
     # Usually no copy: the output has the strides of q, which is a transposed (batch, queries, heads, head_dim).
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _attend_by_plan(*call: Any) -> tuple[Tensor, Tensor]:
+    """Compute a call whose arguments are those of `_request_of_call`: output and logsumexp."""
+    return _attend_request(_request_of_call(*call))
+
+
+def _attend_request(*call: Any) -> tuple[Tensor, Tensor]:
+    """Compute a call by its request, the last argument: output and logsumexp."""
+    result = attend(call[-1])
+    return result.output, result.logsumexp
+
+
+def _request_of_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: AttentionArguments,
+    around: Surroundings,
+    context: tuple[nn.Module, Tensor | None],
+) -> AttentionRequest:
+    """Build the request of a call; the context is the module and the attention mask of `transformers_attention`."""
+    mask, bias, softcap, sinks, scale, dropout, start = terms
+    module, attention_mask = context
+    if start is None:  # the mask does not need the position of the first query, but listeners do
+        later = (around.listeners or head_changes.active_changes) and not is_cross_attention(module)
+        start = max(key.shape[2] - query.shape[2], 0) if later else 0
+    origin = _origin_of_call(module, attention_mask)
+    return request_of(query, key, value, mask, bias, softcap, sinks, scale, dropout, start, around, origin=origin)
 
 
 def _mask_of_first_keys(attention_mask: Tensor | None, keys: int) -> Tensor | None:

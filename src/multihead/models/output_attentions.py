@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from multihead.errors import ArgumentError
-from multihead.kernels.call import AttentionRequest
+from multihead.kernels.call import NOTHING_AROUND, AttentionRequest
 from multihead.kernels.dense_tile import scores, visible_cells, without_autocast
 from multihead.kernels.reference import softmax
 from multihead.models.rejection import selects_our_attention
@@ -115,8 +115,9 @@ def weights_of(request: AttentionRequest, logsumexp: Tensor) -> Tensor:
     """
     if is_traced() or (request.shape.num_cells <= request.k.numel() and not _is_differentiable(request)):
         return _compute_weights(request, logsumexp)
-    # The keys are copied because a static cache overwrites them later.
-    return LazyWeights(replace(request, k=request.k.clone()), logsumexp.detach())
+    # The keys are copied because a static cache overwrites them later; the listeners must not live as long as weights.
+    stored = replace(request, k=request.k.clone(), surroundings=NOTHING_AROUND)
+    return LazyWeights(stored, logsumexp.detach())
 
 
 class LazyWeights(Tensor):

@@ -27,9 +27,7 @@ from multihead.kernels.call import (
     DropoutOffset,
     DropoutSlice,
     concatenate_queries,
-    listeners,
     publish,
-    statistics_requested_by_listeners,
 )
 from multihead.kernels.explanation import readable_bytes
 from multihead.kernels.native import kernel as native
@@ -63,7 +61,7 @@ from multihead.parallel.plan import (
 from multihead.parallel.ring import Ring, attend_to_piece, dropout_of_piece, request_of_piece
 from multihead.scores.bias import index_bias, values_of
 from multihead.tensors.shapes import AttentionShape
-from multihead.tensors.tracing import is_in_backward_pass, is_traced, outside_of_graphs
+from multihead.tensors.tracing import is_in_backward_pass, outside_of_graphs
 
 CheckFrequency = Literal["every call", "first call"]
 
@@ -286,10 +284,11 @@ class _SplitOverRanks:
 
     @outside_of_graphs(_OUTSIDE_OF_GRAPHS_REASON)
     def attend(self, request: AttentionRequest, *, kernel: str | None) -> AttentionResult:
-        observed = bool(listeners()) and not is_traced() and not is_in_backward_pass()
+        receivers = () if is_in_backward_pass() else request.surroundings.listeners
+        observed = bool(receivers)
         request, ring_plan, (strategy, _) = self._plan_call(request, kernel)
         if observed:
-            request = replace(request, requested_statistics=statistics_requested_by_listeners())
+            request = request.as_listeners_receive_it()
         seed = self._compare_with_ranks(request, ring_plan, strategy, observed=observed)
         if request.dropout:
             request, kernel = replace(request, dropout_slice=DropoutSlice(seed, DropoutOffset())), "native"
@@ -300,7 +299,7 @@ class _SplitOverRanks:
         else:
             found = self._attend_by_gathering(request, ring_plan, kernel)
         if observed:
-            publish(AttentionCall(request, found))
+            publish(AttentionCall(request, found), receivers)
         return found
 
     def estimate_rank_work(self, request: AttentionRequest, *, kernel: str | None) -> RankWork:

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ProbeError
-from multihead.kernels.call import AttentionArguments, AttentionCall, AttentionRequest, AttentionResult
+from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import without_autocast, working_dtype
-from multihead.kernels.native import eager
 from multihead.kernels.parts import (
     SPECIAL_MASS,
     PartInput,
@@ -197,19 +196,12 @@ def run_first_pass(
     return FirstPassResult(logsumexp, {} if has_large_logsumexp(logsumexp) else parts, all_rows_regular=False)
 
 
-def measure_without_plan(q: Tensor, k: Tensor, terms: AttentionArguments) -> dict[str, Tensor] | None:
-    """Measure the default probes that need only q and k, for calls that the native kernel can run without a plan.
-
-    Takes the arguments of `functional.statistics` before they are checked.
+def default_statistics(logsumexp: Tensor, parts: PartValues) -> dict[str, Tensor] | None:
+    """Compute the default statistics that need only q and k from the parts that the native kernel measured.
 
     Returns:
-        name -> (batch, heads, queries). None if the call needs a plan or is invalid, or if its scores are so large that
-        they must be measured in float64.
+        name -> (batch, heads, queries). None if the scores are so large that they must be measured in float64.
     """
-    first = eager.statistics(q, k, terms)
-    if first is None:
-        return None
-    logsumexp, parts = first
     all_rows_regular = is_finite_and_small(logsumexp)
     if not all_rows_regular and has_large_logsumexp(logsumexp):
         return None

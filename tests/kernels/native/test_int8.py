@@ -13,8 +13,8 @@ from torch import Tensor
 import multihead as mh
 from multihead import masks
 from multihead.functional import attend, request_of
-from multihead.kernels.call import AttentionRequest
-from multihead.kernels.native import eager, kernel, library
+from multihead.kernels.call import AttentionRequest, find_surroundings
+from multihead.kernels.native import kernel, library, short_call
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.quantised import Int8Scales, quantise
 from multihead.layer import attention
@@ -129,7 +129,8 @@ def test_statistics_are_those_of_the_expanded_keys_and_change_no_bit(instruction
 
 def unplanned(request: AttentionRequest) -> tuple[Tensor, ...] | None:
     terms = (request.mask, None, request.softcap, None, request.scale, 0.0, request.query_start)
-    return eager.attend(request.q, request.k, request.v, terms, request.scales)
+    around = find_surroundings()
+    return short_call.attend(request.q, request.k, request.v, terms, around, lambda *_: None, None, request.scales)
 
 
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
@@ -159,7 +160,7 @@ def test_a_decoding_step_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         for each in (cache, planned):
             layer(x[:, :8], mask=masks.Causal(), cache=each)
         with monkeypatch.context() as patched:
-            patched.setattr(eager, "attend", lambda *_: None)
+            patched.setattr(short_call, "takes", lambda *_: None)
             expected = layer(x[:, 8:], mask=masks.Causal(), cache=planned)
         monkeypatch.setattr(attention, "attend", None)
         assert torch.equal(layer(x[:, 8:], mask=masks.Causal(), cache=cache), expected)

@@ -21,8 +21,8 @@ from multihead.compat.weights import attend_with_weights
 from multihead.errors import ArgumentError, DtypeError, ShapeError
 from multihead.errors.arguments import check_fraction, reject_scripting
 from multihead.functional import attend, request_of
-from multihead.kernels.call import AttentionRequest, CallOrigin
-from multihead.kernels.head_changes import needs_call_origin
+from multihead.kernels import head_changes
+from multihead.kernels.call import AttentionRequest, CallOrigin, find_surroundings
 from multihead.kernels.per_head import attend_per_head, is_computed_per_head
 from multihead.layer.heads import head_dim_of, merge_heads, split_heads
 from multihead.masks import Documents
@@ -166,12 +166,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         size = CallSize(q.shape[0], self.num_heads, q.shape[1], k.shape[1])
         mask, bias = convert_masks(attn_mask, key_padding_mask, size, added_keys=added, is_causal=is_causal)
         k, v = MultiheadAttention._prepend_added_keys(self, k, v)
-        origin = CallOrigin(self, is_cross_attention=False if within else None)
-        if within and needs_call_origin():
+        origin, around = CallOrigin(self, is_cross_attention=False if within else None), find_surroundings()
+        if within and (around.listeners or head_changes.active_changes):
             origin = replace(origin, unpadded_queries=unpadded_queries(key_padding_mask))
         q, k, v = (split_heads(x, self.num_heads) for x in (q, k, v))
         dropout = self.dropout if self.training else 0.0
-        request = request_of(q, k, v, mask, bias, dropout=dropout, query_start=added, origin=origin)
+        request = request_of(q, k, v, mask, bias, None, None, None, dropout, added, around, origin=origin)
         merged, weights = _attend(request, need_weights=need_weights, average=average_attn_weights)
         merged = merged if batched else merged[0]
         output = self.out_proj(merged.transpose(0, 1) if length_axis == 0 else merged)

@@ -27,7 +27,6 @@ from multihead.kernels.native.statistics import choose_operator_statistics
 from multihead.kernels.reference import differentiable_gradients
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import with_values
-from multihead.tensors.tracing import has_tracer_or_mode, is_intercepted, is_traced, is_transformed
 
 HANDLES_NONFINITE = True  # the library skips hidden keys one by one
 GPU_PATH = None  # it runs on the CPU
@@ -44,11 +43,11 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return (
             f"it computes float32, bfloat16 and float16, and the tensors are {str(shape.dtype).removeprefix('torch.')}"
         )
-    if not is_intercepted() or not is_traced():
+    if not request.surroundings.traced:
         for tensor in () if _has_plain_tensors_only(request, bounds) else _tensors_read_by(request, bounds):
             if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:  # such as a fake tensor
                 return f"it reads plain tensors, and one is a {type(tensor).__name__}"
-    elif is_transformed():
+    elif request.surroundings.transformed:
         return "it reads memory, and the tensors of a torch.func transform have none"
     return library.reason_of_absence()
 
@@ -71,15 +70,15 @@ def _tensors_read_by(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tens
 
 def reads_int8(request: AttentionRequest) -> bool:
     """Whether there are so few queries that reading int8 k and v directly is faster than dequantising them first."""
-    if request.shape.query_length > MAX_INT8_QUERIES or request.shape.dtype not in DTYPES or has_tracer_or_mode():
+    if request.shape.query_length > MAX_INT8_QUERIES or request.shape.dtype not in DTYPES:
         return False
-    return not request.needs_gradient
+    return not (request.surroundings.recorded or request.needs_gradient)
 
 
 def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     """Compute a request and the statistics that it requests in one pass over the keys."""
     job = operator_call_of(request, bounds)
-    if has_tracer_or_mode():
+    if request.surroundings.recorded:
         return _attend_in_graph(job)
     if request.needs_gradient:
         inputs = (request.q, request.k, request.v, request.bias_values, request.sinks)
@@ -109,7 +108,7 @@ def _attend_without_gradients(job: OperatorCall) -> AttentionResult:
 def _attend_in_graph(job: OperatorCall) -> AttentionResult:
     """Call the operator with its registered gradient, so that tracers and dispatch modes can record the call."""
     operator = torch.ops.multihead.attention.default
-    if is_traced():
+    if job.request.surroundings.traced:
         remainder = job.bounds.remainder
         visible = None if remainder is None else visible_in_mask(remainder, job.request)
         return AttentionResult(*operator(*operator_arguments(job, QueryBlock(ALL_QUERIES, job.bounds, visible)))[:2])

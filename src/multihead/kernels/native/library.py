@@ -67,6 +67,8 @@ class _NativeLibrary:
 
 
 _forced_instruction_set: ContextVar[InstructionSet | None] = ContextVar("forced", default=None)
+forced_instruction_set = _forced_instruction_set.get
+"""Return the instruction set of `using_instruction_set`, None outside of it."""
 
 
 def reason_of_absence() -> str | None:
@@ -109,13 +111,13 @@ def chosen_instruction_set() -> InstructionSet:
     The environment variable is read at the first use. Raises an ArgumentError if the library is missing, or if the
     variable names an instruction set that does not run here.
     """
-    return _forced_instruction_set.get() or _default_instruction_set()
+    return forced_instruction_set() or default_instruction_set()
 
 
 @contextmanager
 def using_instruction_set(name: str) -> Iterator[InstructionSet]:
     """Use an instruction set in this context and thread; raise an ArgumentError if it does not run here."""
-    before, forced = _forced_instruction_set.get(), _runnable_instruction_set(name, f"using received {name!r}")
+    before, forced = forced_instruction_set(), _runnable_instruction_set(name, f"using received {name!r}")
     choose = _library().functions["choose_in_thread"]  # the operators cannot read a ContextVar
     with Undo() as undo:
         undo.set_variable(_forced_instruction_set, forced)
@@ -265,7 +267,7 @@ def _addresses_of_torch_functions(package: Path, names: list[str]) -> list[int |
 
 
 @cache
-def _default_instruction_set() -> InstructionSet:
+def default_instruction_set() -> InstructionSet:
     """Return the instruction set of this process: of MULTIHEAD_CPU, else the fastest."""
     library, name = _library(), os.environ.get(INSTRUCTION_SET_VARIABLE)
     if not name and (finding := missing_faster_instruction_set()) is not None:

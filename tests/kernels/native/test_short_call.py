@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from multihead import functional, masks
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, SlowPathWarning
-from multihead.kernels.call import AttentionCall, listen
-from multihead.kernels.native import eager, library
+from multihead.kernels.call import AttentionCall, find_surroundings, listen
+from multihead.kernels.native import library, short_call
 from multihead.kernels.parts import PartName
 from multihead.probes import DEFAULT
 from multihead.probes import statistics as measuring
@@ -175,7 +175,8 @@ def test_other_calls_are_planned(name: str) -> None:
 def test_a_set_that_lost_to_pytorch_is_not_used() -> None:
     q, k, v = drawn()
     with library.using_instruction_set("scalar"):
-        assert eager.attend(q, k, v, (masks.Full(), None, None, None, None, 0.0, None)) is None
+        arguments = (masks.Full(), None, None, None, None, 0.0, None)
+        assert short_call.takes(q, k, v, arguments, find_surroundings()) is None
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception]]] = {
