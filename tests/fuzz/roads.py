@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.fuzz.draw import Draw, Mismatch
-from tests.probes.roads import GROUPS, ROADS, Case, judged, unexpected
+from tests.probes.roads import GROUPS, ROADS, Case, judged, what_is_wrong
 
 
 def statistics_on_roads(draw: Draw) -> None:
@@ -22,6 +22,6 @@ def statistics_on_roads(draw: Draw) -> None:
         seed=draw.stream("seed").getrandbits(32),
     )
     draw.notes |= {"road": road, "group": group, "case": case}
-    wrong = unexpected(road, group, judged(road, group, case))
+    wrong = what_is_wrong(road, group, judged(road, group, case))
     if wrong:
         raise Mismatch(wrong[0])

@@ -2,7 +2,7 @@
 
 A road is a way to run a model (padded, packed, with a cache, over ranks, ...) and what keeps the numbers (a record of
 each kind, a file, a watch, a census). The judge is the same text alone: its q, k and v in float64, whole weights, and
-`definitions.every`. `UNMENDED` lists what is known to be wrong.
+`definitions.every`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -64,7 +63,7 @@ class Row(NamedTuple):
     Fields:
         probe: the probe.
         of: the same function of the parts in float64.
-        label: its part, in the words of `UNMENDED`.
+        label: its part.
     """
 
     probe: Probe
@@ -860,43 +859,6 @@ def judged_by_ranks(
     return found
 
 
-# ---- what is known to be wrong
-
-
-@dataclass(frozen=True)
-class Unmended:
-    """Cells that are wrong, by patterns of `fnmatch`; a field that is left out stands for all.
-
-    Fields:
-        reason: what is wrong, and what will mend it.
-    """
-
-    reason: str
-    roads: tuple[str, ...] = ("*",)
-    groups: tuple[str, ...] = ("*",)
-    labels: tuple[str, ...] = ("*",)
-    readings: tuple[str, ...] = ("*",)
-
-    def covers(self, road: str, group: str = "", label: str = "", reading: str = "") -> bool:
-        """Whether a cell belongs here; an empty name stands for any."""
-        of_cell = ((road, self.roads), (group, self.groups), (label, self.labels), (reading, self.readings))
-        return all(not name or any(fnmatchcase(name, each) for each in patterns) for name, patterns in of_cell)
-
-
-UNMENDED = (
-    Unmended(
-        "the tokens of a text that is padded on the left are read from the start of its row: one value says which "
-        "token belongs to which text",
-        ("padded left*",),
-        labels=("*tokens_mass*", "special_mass*", "few_mass*", "duplicate_mass*", "induction_mass*", "*repeated"),
-    ),
-)
-
-
-def unexpected(road: str, group: Group, cells: Cells) -> list[str]:
-    """Return what is wrong in the cells of a road and not in `UNMENDED`."""
-    return [
-        f"{road} [{group}]: {label}, {reading}: {words}"
-        for (label, reading), words in cells.items()
-        if words and not any(each.covers(road, group, label, reading) for each in UNMENDED)
-    ]
+def what_is_wrong(road: str, group: Group, cells: Cells) -> list[str]:
+    """Return what is wrong in the cells of a road."""
+    return [f"{road} [{group}]: {label}, {reading}: {words}" for (label, reading), words in cells.items() if words]

@@ -79,6 +79,8 @@ class CallOrigin:
         qk_computed_for_call: whether the layer computed q and k for this call alone, so that nothing writes to them
             afterwards.
         unpadded_queries: (batch, queries) bool, False for queries that are padding; None if unknown.
+        input_padded_left: whether padding comes before the tokens in the input of the layer; in the call it is left out
+            or comes after them.
         key_places: position and padding of the keys if a Hugging Face model makes the call; else None.
     """
 
@@ -88,6 +90,7 @@ class CallOrigin:
     is_cross_attention: bool | None = None
     qk_computed_for_call: bool = False
     unpadded_queries: Tensor | None = None
+    input_padded_left: bool = False
     key_places: KeyPlaces | None = None
 
 

@@ -472,6 +472,7 @@ class MultiHeadAttention(nn.Module):
                 crosses,
                 qk_computed_for_call=cache is None,
                 unpadded_queries=padding.unpadded_queries,
+                input_padded_left=padding.query_packing is not None and padding.query_packing.side == "left",
             )
         more, fits = cache is not None, padding.documents is not None
         return request_of(q, k, v, *terms, around, more_keys_later=more, mask_fits=fits, origin=origin, scales=scales)

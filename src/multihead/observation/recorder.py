@@ -472,6 +472,8 @@ class Recorder:
             queries = None
         if keys is not None and keys.shape != (shape.batch, shape.key_length):
             keys = None
+        if queries is not None and request.known_origin.input_padded_left:
+            queries = _move_padding_to_the_right(queries, sample_spans.span_ends)
         image = None if queries is not None or cross_attention or packed is not None else self._image_of_layer(name)
         if image is not None and not image.length == shape.query_length == shape.key_length:
             image = None  # a layer that attends within windows, or an image of another size
@@ -568,7 +570,7 @@ class Recorder:
             summary.add({name: each for name, each in now.items() if bool(each.counted.any())}, samples=0)
         newest.keep_statistics_counted_later()
         waiting.append(newest)
-        while int(waiting[0].positions[-1:].sum()) + self._latest_counted_offset < num_keys:
+        while waiting and int(waiting[0].positions[-1:].sum()) + self._latest_counted_offset < num_keys:
             del waiting[0]
 
     def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
@@ -652,6 +654,13 @@ class Recorder:
                 f"No layer that ran matches {' or '.join(repr(each) for each in missed)}.",
                 f"Choose among {', '.join(f'{index}: {name}' for index, name in enumerate(self._layers))}.",
             )
+
+
+def _move_padding_to_the_right(ids: Tensor, span_ends: Tensor) -> Tensor:
+    """Roll each row of ids (samples, tokens), padded on the left, so that it begins with the tokens of its sample."""
+    padding = ids.shape[1] - (span_ends[2] - span_ends[1])  # (samples,)
+    place = (torch.arange(ids.shape[1]) + padding[:, None]) % max(ids.shape[1], 1)
+    return ids.gather(1, place)
 
 
 def _check_measurable_on_a_rank(probes: Iterable[Probe]) -> None:
