@@ -54,13 +54,16 @@ class DenseSample:
             "self_mass": (w * (offset == 0)).sum(-1),
             "previous_mass": (w * (offset == -1)).sum(-1),
             "next_mass": (w * (offset == 1)).sum(-1),
+            "near_mass": (w * (offset.abs() <= 3)).sum(-1),
             "first_mass": w[..., 0],
             "largest_weight": w.max(-1).values,
             "largest_key": w.argmax(-1).masked_fill(w.sum(-1) == 0, -1),
             "received": w.sum(-2),
         }
         if self.special is not None and len(self.special) == self.num_keys:
-            self.statistics["special_mass"] = (w * torch.tensor(self.special)).sum(-1)
+            special = torch.tensor(self.special)
+            self.statistics["special_mass"] = (w * special).sum(-1)
+            self.statistics["separator_mass"] = (w * special)[..., 1:].sum(-1)
 
     num_heads = property(lambda self: self.dense.shape[0])
     num_queries = property(lambda self: self.dense.shape[1])

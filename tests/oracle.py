@@ -147,6 +147,7 @@ def statistics(
         "self_mass": torch.where(offset == 0, p, 0).sum(-1),
         "previous_mass": torch.where(offset == -1, p, 0).sum(-1),
         "next_mass": torch.where(offset == 1, p, 0).sum(-1),
+        "near_mass": torch.where(offset.abs() <= 3, p, 0).sum(-1),
         "largest_weight": p.amax(-1),
         "largest_key": torch.where(some, p.argmax(-1), -1),
         "received": p.sum(-2),

@@ -115,14 +115,6 @@ NAMED_BY_STRING = {  # file -> the words, and why they name no statistic and no 
     "interventions/means.py": ({"position"}, "the same option"),
     "record/loading.py": ({"logsumexp"}, "a tensor of the file"),
     "viewer/census_page.py": ({"position"}, "the column about an example"),
-    "record/analysis/changes.py": ({"special_mass"}, "rewritten next"),
-    "record/profiles.py": ({"first_mass", "special_mass"}, "rewritten next"),
-    "record/visibility.py": (
-        {"_mass", "largest_weight", "mean_distance", "next_mass", "previous_mass", "self_mass"},
-        "rewritten next",
-    ),
-    "viewer/columns.py": ({"special_mass"}, "rewritten next"),
-    "viewer/payload.py": ({"special_mass"}, "rewritten next"),
 }
 
 

@@ -22,32 +22,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import torch
-from torch import Tensor
-
 from multihead.errors import ArgumentError
 from multihead.errors.given import reject_given
-from multihead.kernels.parts import PartName
+from multihead.kernels.parts import NEAR_REACH
 from multihead.probes.catalogue import (
     DUPLICATE_MASS,
     ENTROPY,
     FIRST_MASS,
     INDUCTION_MASS,
+    NEAR_MASS,
     NEXT_MASS,
     PREVIOUS_MASS,
     SELF_MASS,
-    SEPARATOR_STATISTIC,
+    SEPARATOR_MASS,
 )
-from multihead.probes.probe import MIN_SHARE_WITHOUT_DECIMAL, SHARE_FORMAT, PartValues, Probe, Statistic
+from multihead.probes.probe import MIN_SHARE_WITHOUT_DECIMAL, SHARE_FORMAT, Probe, Statistic
 
 __all__ = ["KINDS", "Kind"]
 
 KindOfTexts = Literal["given", "repeats"]
 TextByLanguage = Mapping[str, str]
 """Language code -> text; English is used if a language is missing."""
-
-LOCAL_REACH = 3
-"""Number of tokens before and after the query that a "local" head reads."""
 
 RENAMED_KINDS = {f"{name}_token": name for name in ("previous", "next", "self", "first", "duplicate")}
 """Name of a kind in earlier versions -> present name."""
@@ -102,7 +97,6 @@ class Kind:
         labels: language -> label on pages; by default `name` with spaces.
         about: language -> definition, with the placeholders {above_chance}, {at_least}, {of_largest} and {reach}; by
             default generated from the thresholds.
-        bound: language -> definition used if q and k were not kept, so that the mean is only a lower bound.
         sentence: language -> predicate of a finding about a head, with the placeholders {share}, {chance}, {label},
             {first}, {separator} and {after_start} (" after “<s>”", the start token of repeated random tokens); by
             default with the label and the share.
@@ -133,7 +127,6 @@ class Kind:
     finding: int | None = field(default=0, kw_only=True, repr=False)
     labels: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
     about: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
-    bound: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
     sentence: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
     brief: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
     glyph: str = field(default="M1 1h10v10h-10z", kw_only=True, repr=False)
@@ -184,14 +177,14 @@ class Kind:
         """Return the label of the kind on pages, in a language."""
         return _in_language(self.labels, lang) or self.name.replace("_", " ")
 
-    def definition(self, lang: str, *, bound: bool = False) -> str:
-        """Return the definition of the kind in a language; with `bound`, the definition for a lower bound if there is one."""
+    def definition(self, lang: str) -> str:
+        """Return the definition of the kind in a language."""
         rules = {
             name: self.format_value(value) for name in _THRESHOLD_TEXTS if (value := getattr(self, name)) is not None
         }
-        about = (bound and _in_language(self.bound, lang)) or _in_language(self.about, lang)
+        about = _in_language(self.about, lang)
         if about or self.probe is None:
-            return about.format(**rules, reach=LOCAL_REACH)
+            return about.format(**rules, reach=NEAR_REACH)
         joined = ", ".join(_in_language(_THRESHOLD_TEXTS[name], lang).format(value) for name, value in rules.items())
         return _in_language(_DEFINITIONS, lang).format(
             rules=joined[:1].upper() + joined[1:], statistic=self.probe.label
@@ -289,23 +282,6 @@ def _in_language(words: TextByLanguage, lang: str) -> str:
     return words.get(lang) or words.get("en", "")
 
 
-_NEAR_PARTS: tuple[PartName, ...] = tuple(("offset_mass", offset) for offset in range(-LOCAL_REACH, LOCAL_REACH + 1))
-
-
-def _near_keys_mass(parts: PartValues) -> Tensor:
-    return torch.stack([parts[each] for each in _NEAR_PARTS]).sum(0)
-
-
-NEAR_MASS = Probe(
-    "near_mass",
-    _near_keys_mass,
-    frozenset(_NEAR_PARTS),
-    label="near",
-    number_format=SHARE_FORMAT,
-    about=f"Σ p_ij over the keys at most {LOCAL_REACH} tokens from the query",
-)
-"""The share of attention near the query; records do not store it: `analysis.visibility` computes or bounds it."""
-
 KINDS: tuple[Kind, ...] = (
     Kind(
         "previous",
@@ -397,9 +373,9 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(
         "separator",
-        SEPARATOR_STATISTIC,
+        SEPARATOR_MASS,
         finding=100,
-        needs="special tokens after the first, in single texts: give `tokenizer` or `special_ids` to observe",
+        needs="special tokens: give `tokenizer` or `special_ids` to observe",
         labels={"en": "separator", "zh": "分隔符"},
         about={
             "en": "At least {above_chance} of the attention, beyond chance, is on special tokens after the first token, such as [SEP].",
@@ -461,7 +437,6 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         "local",
         NEAR_MASS,
-        needs="single texts, not sums, and masks whose classes are defined here",
         at_least=0.5,
         self_attention_only=True,
         rank=3,
@@ -470,10 +445,6 @@ KINDS: tuple[Kind, ...] = (
         about={
             "en": "At least {at_least} of the attention is within {reach} tokens of the query, and {above_chance} beyond chance.",
             "zh": "距查询 {reach} 个词元以内的权重占比不低于 {at_least}，且比随机水平高出至少 {above_chance}。",
-        },
-        bound={
-            "en": "At least {at_least} of the attention is within {reach} tokens of the query, and {above_chance} beyond chance. Without q and k only a lower bound is known: self + previous + next, or 1 − distance / 4.",
-            "zh": "距查询 {reach} 个词元以内的权重占比不低于 {at_least}，且比随机水平高出至少 {above_chance}。没有 q 与 k 时只知道它的下界：自身 + 前一个 + 后一个，或 1 − 距离 / 4。",
         },
         glyph="M0 0h6v3h3v3h3v6h-6v-3h-3v-3h-3z",
         colour=("#00805F", "#4FD1A5"),

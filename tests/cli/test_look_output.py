@@ -11,7 +11,7 @@ from rich.console import Console
 
 from multihead.cli.look_output import _table_of_heads, print_memory_and_files, print_textbook_heads
 from multihead.kinds import KINDS
-from multihead.probes.catalogue import LARGEST_KEY, PROBES, REPEAT_PROBES, SINK_MASS
+from multihead.probes.catalogue import LARGEST_KEY, NEAR_MASS, PROBES, REPEAT_PROBES, SEPARATOR_MASS, SINK_MASS
 from multihead.probes.choices import TERMINAL_COLUMNS, TERMINAL_DROP_ORDER
 from multihead.record.chance import ChanceComparison
 from multihead.record.memory_use import MemoryUse
@@ -158,6 +158,7 @@ def test_of_a_short_text_and_where_the_system_does_not_say_nothing_is_said_of_me
 
 
 def test_the_table_shows_the_default_statistics_that_every_head_has() -> None:
-    without = {LARGEST_KEY, SINK_MASS}  # an index has no mean; few heads have sinks
+    # An index has no mean, few heads have sinks, and a terminal has no room for more.
+    without = {LARGEST_KEY, SINK_MASS, NEAR_MASS, SEPARATOR_MASS}
     assert set(TERMINAL_COLUMNS) == {probe for probe in PROBES.values() if probe.default} - without
     assert sorted(TERMINAL_DROP_ORDER, key=TERMINAL_COLUMNS.index) == list(TERMINAL_COLUMNS)

@@ -86,7 +86,7 @@ class TestKinds:
         self, census: mh.Census, observed: mh.Record
     ) -> None:
         for mine, record in zip(census.profiles(), observed.profiles(), strict=True):
-            assert mine.evidence.keys() == record.evidence.keys() - {"near_mass", "separator_mass"}
+            assert mine.evidence.keys() == record.evidence.keys()
             assert {"induction_mass", "offset_minus_2_mass"} <= mine.evidence.keys()
             assert "contribution" not in mine.evidence
             for name, found in mine.evidence.items():
@@ -97,7 +97,7 @@ class TestKinds:
 
     def test_they_are_those_of_a_record_of_the_same_texts(self, census: mh.Census, observed: mh.Record) -> None:
         found = census.kinds()
-        expected = [each for each in observed.kinds() if each.kind not in ("local", "separator")]
+        expected = observed.kinds()
         assert {each.kind for each in found} >= {"pointed", "earlier", "even"}
         assert list(map(str, found)) == list(map(str, expected))
         for one, other in zip(found, expected, strict=True):
@@ -115,11 +115,6 @@ class TestKinds:
         [
             ("duplicate", 'the statistic "duplicate_mass": probes=[..., "duplicate_mass"] of observe or census.'),
             (
-                "separator",
-                "special tokens after the first, in single texts: give `tokenizer` or `special_ids` to observe.",
-            ),
-            ("local", "single texts, not sums, and masks whose classes are defined here."),
-            (
                 "repeated_induction",
                 """texts of repeated random tokens: look --textbook, or add_repeated in observation.textbook. \
 The record has numbers for 'induction'.""",
@@ -133,6 +128,12 @@ The record has numbers for 'induction'.""",
             census.kinds("pointed", kind)
         assert str(caught.value) == f"The record has no numbers for {kind!r}. It needs {needs}"
 
+    def test_one_that_a_census_of_an_earlier_version_lacks_is_an_error(self, other: mh.Census) -> None:
+        with pytest.raises(ProbeError) as caught:
+            other.kinds("local")
+        needs = 'the statistic "near_mass": probes=[..., "near_mass"] of observe or census.'
+        assert str(caught.value) == f"The record has no numbers for 'local'. It needs {needs}"
+
     def test_a_row_of_the_table_has_them_and_the_chance_of_each_mean(
         self, census: mh.Census, observed: mh.Record
     ) -> None:
@@ -141,8 +142,7 @@ The record has numbers for 'induction'.""",
             assert {"entropy_chance", "offset_minus_2_mass_chance"} <= set(chances)
             assert "contribution_chance" not in chances
             assert [mine[name] for name in chances] == pytest.approx([record[name] for name in chances], rel=1e-4)
-            left = [kind for kind in record["kind"].split("+") if kind not in ("local", "separator")]
-            assert mine["kind"] == ("+".join(left) or "mixed")
+            assert mine["kind"] == record["kind"]
         assert "kind" not in census.table(kinds=False).rows[0]
 
     def test_heads_are_found_by_kinds_of_ones_own(self, census: mh.Census) -> None:

@@ -15,7 +15,7 @@ from multihead.errors import ArgumentError
 from multihead.kinds import KINDS, MIXED
 from multihead.locale import texts
 from multihead.locale.texts import LANGUAGES, section, statistic_label, text
-from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR_STATISTIC
+from multihead.probes.catalogue import PROBES, REPEAT_PROBES
 from multihead_lab.locale import LOCALE_PACKAGE
 from multihead_lab.walk import CHAPTERS, walk
 from tests.locale.sources import SOURCE, USERS, files, is_used, keys_in
@@ -58,7 +58,7 @@ def test_both_languages_have_the_same_texts() -> None:
 
 
 def test_every_built_in_statistic_has_a_chinese_label_and_unit() -> None:
-    names = [*PROBES, *REPEAT_PROBES, SEPARATOR_STATISTIC.name, "punctuation_mass"]  # which examples observe
+    names = [*PROBES, *REPEAT_PROBES, "punctuation_mass"]  # which examples observe
     assert {key for key in CHINESE if key.startswith(LABELS[0])} == {LABELS[0] + name for name in names}
     assert all(key.removeprefix(LABELS[1]) in PROBES for key in CHINESE if key.startswith(LABELS[1]))
     units = {probe.unit for probe in PROBES.values()} - {"", "%"}
@@ -188,7 +188,7 @@ def test_no_document_describes_a_map_by_how_dark_it_is(page: Path) -> None:
 
 def test_every_kind_has_its_texts_in_each_language_with_the_same_placeholders() -> None:
     for kind in (*KINDS, MIXED):
-        for words in (kind.labels, kind.about, kind.bound, kind.sentence, kind.brief):
+        for words in (kind.labels, kind.about, kind.sentence, kind.brief):
             assert tuple(words) in (LANGUAGES, ())
             if words:
                 english, chinese = (words[lang] for lang in LANGUAGES)

@@ -251,12 +251,12 @@ class TestChoosing:
     def test_those_that_cost_next_to_nothing_are_had_if_none_is_named(self, tower: Tower) -> None:
         with mh.observe(tower) as seen:
             tower(*inputs())
-        assert set(seen.layers[0].sample().statistics) == set(DEFAULT) - {"special_mass", "sink_mass"}
+        assert set(seen.layers[0].sample().statistics) == set(DEFAULT) - {"special_mass", "separator_mass", "sink_mass"}
 
     def test_what_a_call_has_not_what_it_takes_is_left_out_there(self, tower: Tower) -> None:
         with mh.observe(tower, probes=tuple(PROBES), special_ids=[1]) as seen:
             tower(*inputs())
-        of_tokens = {"special_mass", "duplicate_mass", "induction_mass"}
+        of_tokens = {"special_mass", "separator_mass", "duplicate_mass", "induction_mass"}
         assert set(seen.layers[0].sample().statistics) == set(PROBES) - of_tokens - {"sink_mass"}
 
     def test_a_probe_that_is_made_is_measured_under_its_name(self, tower: Tower) -> None:

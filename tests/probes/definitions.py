@@ -60,12 +60,16 @@ def every(dense: oracle.Dense, seen: Tensor, known: Known) -> dict[str, Tensor]:
     }.items():
         found[name] = torch.where(key == position + offset, p, 0).sum(-1)
 
+    found["near_mass"] = torch.where((position - key).abs() <= 3, p, 0).sum(-1)
+
     ever = seen.flatten(1, 2).any(1)  # (batch, keys)
     first = torch.where(ever.any(-1), ever.int().argmax(-1), keys)[:, None, None, None]
     found["first_mass"] = torch.where(key == first, p, 0).sum(-1)
     found["first_4_mass"] = torch.where((key >= first) & (key < first + 4), p, 0).sum(-1)
     for name in ("special", "commas", "given"):
         found[f"{name}_mass"] = (p * getattr(known, name)[:, None, None]).sum(-1)
+    found["separator_mass"] = torch.where((key != first) & known.special[:, None, None], p, 0).sum(-1)
+    found["first_special_mass"] = torch.where((key == first) & known.special[:, None, None], p, 0).sum(-1)
 
     found["largest_weight"] = p.amax(-1)
     found["largest_key"] = torch.where(sees, torch.where(seen, p, -1).argmax(-1), -1)

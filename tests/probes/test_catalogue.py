@@ -16,8 +16,9 @@ from multihead.locale.texts import statistic_label, unit_label
 from multihead.probes.catalogue import DEFAULT, PROBES, first_keys_mass, offset_mass, tokens_mass
 
 
-def test_the_default_is_what_the_native_kernel_measures_in_its_pass_and_the_mass_of_sinks() -> None:
-    assert {part for name in DEFAULT for part in PROBES[name].parts} == PARTS_OF_ONE_PASS | {"sink_mass"}
+def test_the_default_is_what_the_native_kernel_measures_in_its_pass_and_what_follows_from_it() -> None:
+    follows = {"sink_mass", "first_special_mass"}
+    assert {part for name in DEFAULT for part in PROBES[name].parts} == PARTS_OF_ONE_PASS | follows
 
 
 def test_the_default_is_what_has_the_flag_in_any_order() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ MADE = (
     first_keys_mass(4),
     tokens_mass("commas", COMMAS),
     tokens_mass("given"),
+    Probe("first_special_mass", itemgetter("first_special_mass"), {"first_special_mass"}),
 )
 EVERY: tuple[str | Probe, ...] = (*PROBES, *MADE)
 
@@ -234,7 +236,7 @@ def test_a_map_of_any_size_is_the_block_means(map_size: int) -> None:
 def test_statistics_of_any_call_are_those_of_its_dense_weights(case: Drawn) -> None:
     q, k = case.q.double(), case.k.double()
     options = {name: value.double() if isinstance(value, Tensor) else value for name, value in case.options.items()}
-    probes = tuple(name for name in DEFAULT if name not in ("special_mass", "sink_mass"))
+    probes = tuple(name for name in DEFAULT if PROBES[name].needs == set())
     given_ = statistics(
         q, k, mask=case.mask, query_start=case.query_start, probes=(*probes, "received", "pooled_map"), **options
     )
@@ -260,7 +262,7 @@ def test_float32_keeps_the_spread_of_a_sharp_head_that_looks_far_away(heads: int
     k[:, :, 5] = 3 * q[:, :, 140]
     k[:, :, 2900] = 3 * q[:, :, 10]
     k[:, :, 40:45] = q[:, :, 130:131]
-    cheap = (*(name for name in DEFAULT if name not in ("special_mass", "sink_mass")), "received")
+    cheap = (*(name for name in DEFAULT if PROBES[name].needs == set()), "received")
     single = statistics(4 * q, k, mask=masks.Causal(), query_start="end", probes=cheap)
     double = statistics((4 * q).double(), k.double(), mask=masks.Causal(), query_start="end", probes=cheap)
     allowed = {"mean_distance": 1e-2, "distance_spread": 1e-2, "effective_keys": 2e-3, "received": 1e-3}
@@ -363,9 +365,9 @@ def test_unknown_names_are_refused_with_those_there_are() -> None:
         statistics(q, q, probes=("entropie",))
     assert str(refusal.value) == (
         "There is no statistic 'entropie'. Give some of entropy, effective_keys, mean_distance, distance_spread, "
-        "self_mass, previous_mass, next_mass, first_mass, special_mass, largest_weight, largest_key, sink_mass, "
-        "largest_score, duplicate_mass, induction_mass, contribution, output_norm, received, coverage, pooled_map, or "
-        "a Probe of your own."
+        "self_mass, previous_mass, next_mass, near_mass, first_mass, special_mass, separator_mass, largest_weight, "
+        "largest_key, sink_mass, largest_score, duplicate_mass, induction_mass, contribution, output_norm, received, "
+        "coverage, pooled_map, or a Probe of your own."
     )
 
 
@@ -413,7 +415,7 @@ def test_two_statistics_of_one_name_are_refused() -> None:
 
 def test_unless_asked_those_are_measured_for_which_nothing_is_missing() -> None:
     q = torch.zeros(1, 1, 2, 4)
-    plain = [name for name in DEFAULT if name not in ("special_mass", "sink_mass")]
+    plain = [name for name in DEFAULT if PROBES[name].needs == set()]
     assert list(statistics(q, q)) == plain
     every = statistics(q, q, sinks=torch.zeros(1), context=ProbeContext(special_keys=torch.ones(1, 2) > 0))
     assert list(every) == list(DEFAULT)
@@ -535,10 +537,10 @@ def test_two_sets_of_one_name_are_refused() -> None:
 
 def test_a_function_that_reads_a_part_it_does_not_declare_is_an_error() -> None:
     q = torch.zeros(1, 2, 3, 4)
-    probe = Probe("near_mass", lambda parts: parts["offset_mass", 0] + parts["offset_mass", -1], {("offset_mass", 0)})
+    probe = Probe("two_mass", lambda parts: parts["offset_mass", 0] + parts["offset_mass", -1], {("offset_mass", 0)})
     with pytest.raises(ProbeError) as caught:
         statistics(q, q, probes=[probe])
     assert str(caught.value) == (
-        "The function of near_mass reads ('offset_mass', -1), which is not among its parts. "
+        "The function of two_mass reads ('offset_mass', -1), which is not among its parts. "
         "Add it to the `parts` of the probe."
     )

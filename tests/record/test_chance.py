@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
-from multihead.kinds import NEAR_MASS
 from multihead.layer.cache import KeyValueCache
 from multihead.masks.base import UnknownMask
 from multihead.probes import PROBES, Probe, first_keys_mass, offset_mass, tokens_mass
@@ -44,10 +43,9 @@ THREE_BEFORE = Probe("three_mass", before, {"position", *(("offset_mass", -each)
 MEASURED = (
     *(PROBES[name] for name in ("self_mass", "previous_mass", "next_mass", "first_mass", "special_mass", "entropy")),
     *(PROBES[name] for name in ("duplicate_mass", "induction_mass", "largest_weight", "effective_keys")),
-    *(PROBES[name] for name in ("mean_distance", "distance_spread")),
+    *(PROBES[name] for name in ("mean_distance", "distance_spread", "near_mass", "separator_mass")),
     *(offset_mass(-5), first_keys_mass(4), tokens_mass("even", (0, 2, 4)), THREE_BEFORE),
 )
-ALL = (*MEASURED, NEAR_MASS)
 
 
 def some(*shape: int) -> Tensor:
@@ -165,7 +163,7 @@ def known() -> ChanceCache:
 @pytest.mark.parametrize("name", list(CASES))
 def test_chance_agrees_with_a_count_of_single_cells(name: str, known: ChanceCache) -> None:
     for sample in CASES[name]():
-        found = chance_of_probes(sample, ALL, special=sample.text.special, known=known)
+        found = chance_of_probes(sample, MEASURED, special=sample.text.special, known=known)
         expected = counted_cells(sample)
         assert set(found) == set(expected) or not sample.num_queries
         for each, values in found.items():
@@ -221,6 +219,7 @@ def spread(
     }
     if special is not None:
         found["special_mass"] = share(lambda key: special[key])
+        found["separator_mass"] = share(lambda key: special[key] and key != first)
     if tokens is not None:
         own = tokens[position] if 0 <= position < len(tokens) else None
         copies = {key for key in range(min(position, len(tokens))) if tokens[key] == own}
@@ -242,7 +241,9 @@ def test_chance_is_what_a_head_with_equal_scores_measures(name: str, monkeypatch
 
 
 def test_long_texts_are_measured_in_blocks_of_queries_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = {name: [chance_of_probes(one, ALL, special=one.text.special) for one in CASES[name]()] for name in CASES}
+    exact = {
+        name: [chance_of_probes(one, MEASURED, special=one.text.special) for one in CASES[name]()] for name in CASES
+    }
     monkeypatch.setattr(module, "MIN_FLOAT32_KEYS", 0)
     monkeypatch.setattr(module, "QUERIES_PER_BLOCK", 4)
     for name, found in exact.items():
@@ -250,7 +251,7 @@ def test_long_texts_are_measured_in_blocks_of_queries_that_change_nothing(monkey
             done: list[tuple[int, int]] = []
             rounded = chance_of_probes(
                 sample,
-                ALL,
+                MEASURED,
                 special=sample.text.special,
                 progress=lambda *each: done.append(each),  # noqa: B023
             )
@@ -286,7 +287,7 @@ def test_what_has_no_level_of_chance_has_none() -> None:
 
 def test_without_marks_ids_or_a_known_mask_there_is_no_such_chance() -> None:
     (sample,) = masked(CAUSAL)
-    assert "special_mass" not in chance_of_probes(sample, ALL)
+    assert "special_mass" not in chance_of_probes(sample, MEASURED)
     bare: Any = record_of(torch.full((1, 4, 4), 0.25)).layers[0].sample()
     named = [PROBES[each] for each in ("duplicate_mass", "induction_mass", "self_mass")]
     assert set(chance_of_probes(bare, named)) == {"self_mass"}
@@ -294,7 +295,7 @@ def test_without_marks_ids_or_a_known_mask_there_is_no_such_chance() -> None:
     (unknown,) = masked(masks.Keep(torch.ones(LENGTH, LENGTH, dtype=torch.bool), "queries keys"), keep="statistics")
     (segment,) = unknown.segments
     object.__setattr__(segment.request, "mask", UnknownMask("Mine", {}))
-    assert chance_of_probes(unknown, ALL) == {}
+    assert chance_of_probes(unknown, MEASURED) == {}
 
 
 def one_text(values: Tensor, level: float = 0.0) -> ChanceComparison:

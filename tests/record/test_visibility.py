@@ -1,4 +1,4 @@
-"""What the queries of a layer may see is read off the mask: its pattern, its entropy, the mass near by."""
+"""What the queries of a layer may see is read off the mask: its pattern, and the entropy of an even spread."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from multihead import MultiHeadAttention, observe
 from multihead.masks import Causal, Full, Mask, Window
-from multihead.record.sample import SampleRecord
-from multihead.record.visibility import LOCAL_REACH, near_mass, query_blocks, visibility_of
+from multihead.record.visibility import query_blocks, visibility_of
 from tests.dense_record import random_weights, record_of
 
 
@@ -81,53 +80,6 @@ def test_blocks_give_what_one_look_at_everything_gives(monkeypatch: pytest.Monke
     parts = visibility_of(sample)
     assert (whole.pattern, whole.before) == (parts.pattern, parts.before) == ("causal window", 7)
     torch.testing.assert_close(whole.largest_entropy, parts.largest_entropy)
-
-
-def test_the_mass_near_by_is_the_sum_over_the_band() -> None:
-    sample = sample_of(torch.ones(150, 150, dtype=torch.bool).tril())
-    near = near_mass(sample, visibility_of(sample))
-    expected = (sample.dense.double() * band(150, 150, LOCAL_REACH, LOCAL_REACH)).sum(-1)
-    torch.testing.assert_close(near, expected)
-    assert max(sample.tiles) <= 2 * 64 * (64 + 2 * LOCAL_REACH)
-
-
-@pytest.mark.parametrize(("mask", "asked"), [(Causal(), [-3, -2]), (Full(), [-3, -2, 2, 3])], ids=["causal", "full"])
-def test_of_the_mass_near_by_only_what_was_not_measured_is_computed(
-    mask: Mask, asked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = MultiHeadAttention(embed_dim=12, num_heads=3).eval()
-    with observe(layer) as seen:
-        layer(torch.randn(1, 20, 12), mask=mask)
-    sample = seen.layers[0].sample()
-    offsets: list[int] = []
-    at_offset = SampleRecord.at_offset
-
-    def noted(one: SampleRecord, offset: int) -> Tensor:
-        offsets.append(offset)
-        return at_offset(one, offset)
-
-    monkeypatch.setattr(SampleRecord, "at_offset", noted)
-    near = near_mass(sample, visibility_of(sample))
-    assert offsets == asked
-    expected = (sample.weights().double() * band(20, 20, LOCAL_REACH, LOCAL_REACH)).sum(-1)
-    torch.testing.assert_close(near, expected, rtol=0, atol=1e-6)
-
-
-def test_without_weights_the_mass_near_by_is_a_lower_bound() -> None:
-    seen = torch.ones(40, 40, dtype=torch.bool)
-    sharp = torch.eye(40).expand(1, -1, -1) * 0.7 + torch.eye(40).roll(1, 1) * 0.3
-    for dense in (sharp, random_weights(3, 40, 40)):
-        kept = record_of(dense, seen=seen).layers[0].sample()
-        bare = record_of(dense, seen=seen, keep="statistics").layers[0].sample()
-        visibility = visibility_of(bare)  # type: ignore[arg-type]
-        assert (near_mass(bare, visibility) <= near_mass(kept, visibility) + 1e-9).all()  # type: ignore[arg-type]
-    assert near_mass(bare, visibility).min() >= 0  # type: ignore[arg-type]
-
-
-def test_queries_beyond_the_keys_have_nothing_near() -> None:
-    sample = sample_of(torch.ones(20, 4, dtype=torch.bool))
-    expected = (sample.dense.double() * band(20, 4, LOCAL_REACH, LOCAL_REACH)).sum(-1)
-    torch.testing.assert_close(near_mass(sample, visibility_of(sample)), expected)
 
 
 def test_blocks_of_queries_cover_all_of_them() -> None:

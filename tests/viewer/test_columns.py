@@ -6,10 +6,18 @@ from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
 from multihead.locale.texts import statistic_label
 from multihead.probes import PROBES, Probe, Statistic
 from multihead.probes.catalogue import REPEAT_PROBES, statistic
-from multihead.viewer.columns import columns_not_recorded, describe_column, names_of_statistics
+from multihead.viewer.columns import (
+    columns_not_recorded,
+    describe_column,
+    names_of_statistics,
+    without_repeated_special_tokens,
+)
 
 
 def test_a_label_and_a_unit_are_in_the_language_of_the_page() -> None:
@@ -50,12 +58,26 @@ def test_tables_are_sorted_by_the_entropy_at_first() -> None:
     assert [name for name, probe in PROBES.items() if describe_column(probe, "en")["focus"]] == ["entropy"]
 
 
-def test_separators_have_the_column_after_special_tokens() -> None:
+@pytest.mark.parametrize(
+    ("chance", "left_out"),
+    [
+        ({"separator_mass": [0.0, 0.0]}, "separator_mass"),
+        ({"separator_mass": [0.0, 0.1]}, "special_mass"),
+        ({}, "separator_mass"),
+    ],
+    ids=["no special token after the first", "some", "unknown"],
+)
+def test_special_tokens_have_one_column_besides_that_of_the_first_token(
+    chance: dict[str, list[float]], left_out: str
+) -> None:
+    levels = {name: torch.tensor(values) for name, values in chance.items()}
     profiles: Any = [
-        SimpleNamespace(means=dict.fromkeys(("entropy", "special_mass", "largest_weight", "separator_mass"))),
-        SimpleNamespace(means=dict.fromkeys(("entropy", "late"))),
+        SimpleNamespace(means=dict.fromkeys(("entropy", "special_mass", "separator_mass")), chance=levels),
+        SimpleNamespace(means=dict.fromkeys(("entropy", "late")), chance={}),
     ]
-    assert names_of_statistics(profiles) == ["entropy", "special_mass", "separator_mass", "largest_weight", "late"]
+    names = names_of_statistics(profiles)
+    assert names == ["entropy", "special_mass", "separator_mass", "late"]
+    assert set(names) - set(without_repeated_special_tokens(names, profiles)) == {left_out}
 
 
 def test_statistics_that_were_not_recorded_are_listed_with_their_labels() -> None:

@@ -323,7 +323,7 @@ class Census:
 
         The rules are those of `Record.kinds`: a head has a kind only if its share exceeds chance clearly. The standard
         error is computed over texts, so at least four texts are needed. Kinds that are measured on repeated random
-        tokens, or by statistics that are derived from a single text (`separator`, `local`), are unknown in a census.
+        tokens are unknown in a census, and so are kinds whose statistic was not counted.
 
         Args:
             names: only these kinds; without names, all kinds.

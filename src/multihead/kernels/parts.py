@@ -190,6 +190,22 @@ LARGEST_KEY = Part(
     is_integer=True,
     combination=Combination(_keep, _key_of_larger, companion=LARGEST_WEIGHT.name),
 )
+NEAR_REACH = 3
+"""Number of tokens before and after the query in the part "near_mass"; REACH of csrc/operator.cpp."""
+
+NEAR_MASS = Part(
+    "near_mass",
+    f"Σ p_ij over the keys at most {NEAR_REACH} tokens from position_i",
+    uses_positions=True,
+    combination=_SUM_OF_WEIGHTS,
+)
+FIRST_SPECIAL_MASS = Part(
+    "first_special_mass",
+    "the weight on the first key of the sample if that is special, else 0",
+    needs=("special_keys",),
+    uses_first_key=True,
+    combination=_SUM_OF_WEIGHTS,
+)
 SINK_MASS = Part("sink_mass", "the weight of the learned sink", needs=("sinks",))
 LOGSUMEXP = Part(
     "logsumexp",
@@ -228,8 +244,8 @@ POOLED_MAP = Part(
 PARTS: dict[PartName, Part] = {
     part.name: part
     for part in (
-        ENTROPY, MEAN_DISTANCE, DISTANCE_SPREAD, LARGEST_WEIGHT, LARGEST_KEY, SINK_MASS, LOGSUMEXP, POSITION,
-        DUPLICATE_MASS, INDUCTION_MASS, CONTRIBUTION, OUTPUT_NORM, RECEIVED, POOLED_MAP,
+        ENTROPY, MEAN_DISTANCE, DISTANCE_SPREAD, NEAR_MASS, FIRST_SPECIAL_MASS, LARGEST_WEIGHT, LARGEST_KEY, SINK_MASS,
+        LOGSUMEXP, POSITION, DUPLICATE_MASS, INDUCTION_MASS, CONTRIBUTION, OUTPUT_NORM, RECEIVED, POOLED_MAP,
     )
 }  # fmt: skip
 """Name -> part. The shape is (batch, heads, queries) unless stated; 0 where a query sees no key."""

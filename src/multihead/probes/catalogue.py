@@ -16,7 +16,7 @@ from torch import Tensor
 
 from multihead.errors import ProbeError
 from multihead.errors.given import reject_given
-from multihead.kernels.parts import PART_FAMILIES, PartName, part_named
+from multihead.kernels.parts import NEAR_REACH, PART_FAMILIES, PartName, part_named
 from multihead.probes.probe import SHARE_FORMAT, PartValues, Probe, Statistic
 
 
@@ -37,6 +37,10 @@ def _effective_keys(parts: PartValues) -> Tensor:
 
 def _largest_score(parts: PartValues) -> Tensor:
     return parts["logsumexp"] + parts["largest_weight"].log()
+
+
+def _separator_mass(parts: PartValues) -> Tensor:
+    return (parts["tokens_mass", "special"] - parts["first_special_mass"]).clamp(min=0)
 
 
 def _coverage_of_parts(parts: PartValues) -> Tensor:
@@ -124,8 +128,24 @@ DISTANCE_SPREAD = _probe_of_single_part(
 SELF_MASS = _offset_mass_probe(0, "self_mass", "self")
 PREVIOUS_MASS = _offset_mass_probe(-1, "previous_mass", "previous", "prev.")
 NEXT_MASS = _offset_mass_probe(1, "next_mass", "next")
+NEAR_MASS = _share_probe(
+    "near_mass",
+    label="near",
+    default=True,
+    about=f"Σ p_ij over the keys at most {NEAR_REACH} tokens from the query",
+)
 FIRST_MASS = _first_keys_mass_probe(1, "first_mass", "first")
 SPECIAL_MASS = _token_set_mass_probe("special")
+SEPARATOR_MASS = Probe(
+    "separator_mass",
+    _separator_mass,
+    {("tokens_mass", "special"), "first_special_mass"},
+    label="separator",
+    number_format=SHARE_FORMAT,
+    source="arXiv:1906.04341, section 3.2",
+    default=True,
+    about="Σ p_ij over the special keys after the first key of the text, such as separators",
+)
 LARGEST_WEIGHT = _share_probe(
     "largest_weight",
     label="largest",
@@ -218,8 +238,10 @@ _BUILT_IN_PROBES = (
     SELF_MASS,
     PREVIOUS_MASS,
     NEXT_MASS,
+    NEAR_MASS,
     FIRST_MASS,
     SPECIAL_MASS,
+    SEPARATOR_MASS,
     LARGEST_WEIGHT,
     LARGEST_KEY,
     SINK_MASS,
@@ -238,9 +260,6 @@ PROBES: dict[str, Probe] = {probe.name: probe for probe in _BUILT_IN_PROBES}
 DEFAULT = tuple(probe.name for probe in _BUILT_IN_PROBES if probe.default)
 """Names of the probes that are computed by default."""
 
-SEPARATOR_STATISTIC = Statistic("separator_mass", label="separator", number_format=SHARE_FORMAT)
-"""Weight on special tokens after the first token, which `record.analysis.highlights` derives from other statistics."""
-
 REPEAT_PROBES = {
     "repeated_induction": INDUCTION_MASS,
     "repeated_duplicate": DUPLICATE_MASS,
@@ -249,14 +268,13 @@ REPEAT_PROBES = {
 }
 """Name of a statistic on repeated random tokens -> its probe, see `observation.textbook`."""
 
-_DERIVED_STATISTICS = (
-    SEPARATOR_STATISTIC,
-    *(
-        Statistic(name, label=f"{probe.label} on random repeats", number_format=SHARE_FORMAT)
+_STATISTICS_BY_NAME: dict[str, Statistic] = {
+    **PROBES,
+    **{
+        name: Statistic(name, label=f"{probe.label} on random repeats", number_format=SHARE_FORMAT)
         for name, probe in REPEAT_PROBES.items()
-    ),
-)
-_STATISTICS_BY_NAME: dict[str, Statistic] = {**PROBES, **{each.name: each for each in _DERIVED_STATISTICS}}
+    },
+}
 
 
 def statistic(name: str, custom: Mapping[str, Statistic] | None = None) -> Statistic:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -19,32 +21,48 @@ def weight_at_offset(call: MeasuredCall, offset: int) -> Tensor:
     """Return each query's weight on the key at an offset from its position: (batch, heads, queries), 0 if hidden."""
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise ArgumentError(f"offset is {offset!r}.", "Give an integer, such as -1 for the key before the query.")
-    keys, start = call.positions + offset, call.request.query_start
-    if isinstance(start, Tensor) or not call.request.shape.key_length:
-        return weight_at_keys(call, keys)
+    return weights_at_offsets(call, (offset,))[0]
+
+
+def weights_at_offsets(call: MeasuredCall, offsets: Sequence[int]) -> Tensor:
+    """Return the weights of `weight_at_offset` for several offsets: (offsets, batch, heads, queries)."""
+    keys = torch.stack([call.positions + offset for offset in offsets], -1)  # (batch, queries, offsets)
+    product = torch.stack([_product_at_offset(call, offset) for offset in offsets], -1)
+    return _weights_of_products(call, product, keys).movedim(-1, 0).contiguous()
+
+
+def _product_at_offset(call: MeasuredCall, offset: int) -> Tensor:
+    """Return q . k of each query and the key at an offset, (batch, heads, queries); any number if there is no key."""
+    shape, start = call.request.shape, call.request.query_start
+    if isinstance(start, Tensor) or not shape.key_length:
+        return _product_with_keys(call, call.positions + offset)
     # The key of query i is key i + start + offset in every sample: a product of shifted rows, which copies no keys.
-    shape, shift = call.request.shape, start + offset
+    shift = start + offset
     first, stop = (min(max(place - shift, 0), shape.query_length) for place in (0, shape.key_length))
     stop = max(first, stop)
     q, k = _queries_and_keys(call)
     product = torch.linalg.vecdot(q[:, :, :, first:stop], k[:, :, first + shift : stop + shift][:, :, None])
-    product = pad(product.flatten(1, 2), (first, shape.query_length - stop))
-    return _weights_of_products(call, product[..., None], keys[..., None])[..., 0]
+    return pad(product.flatten(1, 2), (first, shape.query_length - stop))
 
 
-def weight_at_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
-    """Return each query's weight on one key, given by (batch, queries) int64: (batch, heads, queries), 0 if hidden."""
+def _product_with_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
+    """Return q . k of each query and one key, given by (batch, queries) int64; any number if there is no key."""
     shape = call.request.shape
     if not shape.key_length:
         return torch.zeros_like(call.finite_logsumexp)
-    keys = keys[..., None]
-    clamped = keys.clamp(0, shape.key_length - 1)
+    clamped = keys.clamp(0, shape.key_length - 1)[..., None]
     q, k = _queries_and_keys(call)
     if shape.batch == 1:  # index_select copies whole rows, and is faster than gather
         k = k.index_select(2, clamped.flatten())  # (1, kv_heads, queries, head_dim)
     else:
         k = k.gather(2, clamped[:, None].expand(-1, shape.num_kv_heads, -1, shape.head_dim))
-    return _weights_of_products(call, torch.linalg.vecdot(q, k[:, :, None]).flatten(1, 2)[..., None], keys)[..., 0]
+    product: Tensor = torch.linalg.vecdot(q, k[:, :, None]).flatten(1, 2)
+    return product
+
+
+def weight_at_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
+    """Return each query's weight on one key, given by (batch, queries) int64: (batch, heads, queries), 0 if hidden."""
+    return _weights_of_products(call, _product_with_keys(call, keys)[..., None], keys[..., None])[..., 0]
 
 
 def weight_after_dropped_key(call: MeasuredCall, id_before: Tensor) -> Tensor:
@@ -61,6 +79,21 @@ def weight_on_first_keys(call: MeasuredCall, count: int) -> Tensor:
     # Only offsets at which some sample has a key are looked up.
     places = torch.arange(max(0, -most), max(0, -most, min(count, call.request.shape.key_length - least)))
     return weight_on_keys(call, call.first_keys[:, None] + places.to(call.first_keys.device))
+
+
+def weight_on_first_key_in_set(call: MeasuredCall, flags: Tensor, on_first_key: Tensor | None = None) -> Tensor:
+    """Return the weight on the first key of a query's text if it is in a set, else 0: (batch, heads, queries).
+
+    Args:
+        call: the call.
+        flags: the set, (batch, keys) bool.
+        on_first_key: the weight on the first key, (batch, heads, queries); None if it was not measured.
+    """
+    first = call.first_keys_of_queries  # (batch, 1 or queries)
+    if on_first_key is None:
+        on_first_key = weight_on_keys(call, first) if first.shape[1] == 1 else weight_at_keys(call, first)
+    inside = pad(flags, (1, 1)).gather(1, first.clamp(-1, flags.shape[1]) + 1)  # no key before or after the call's
+    return on_first_key.masked_fill(~inside[:, None], 0)
 
 
 def is_small_set(flags: Tensor) -> bool:
@@ -85,10 +118,11 @@ def weight_on_keys(call: MeasuredCall, keys: Tensor) -> Tensor:
     if not shape.key_length:
         return total
     q, k = _queries_and_keys(call)
+    rows = q.flatten(2, 3)
     for some in keys.split(KEYS_PER_STEP, 1):
         index = some.clamp(0, shape.key_length - 1)[:, None, :, None]
         chosen = k.gather(2, index.expand(-1, shape.num_kv_heads, -1, shape.head_dim))
-        product = (q.flatten(2, 3) @ chosen.mT).view(*total.shape, some.shape[1])  # (batch, heads, queries, n)
+        product = (rows @ chosen.mT).view(*total.shape, some.shape[1])  # (batch, heads, queries, n)
         total += _weights_of_products(call, product, some[:, None].expand(-1, shape.query_length, -1)).sum(-1)
     return total
 

@@ -21,7 +21,13 @@ from torch import Tensor
 from multihead.errors import ProbeError
 from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import without_autocast, working_dtype
+from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
 from multihead.kernels.parts import (
+    FIRST_SPECIAL_MASS,
+    LOGSUMEXP,
+    NEAR_REACH,
+    OFFSET_MASS,
+    SINK_MASS,
     SPECIAL_MASS,
     PartInput,
     PartName,
@@ -49,6 +55,7 @@ _INPUT_ERRORS: dict[PartInput, tuple[str, str]] = {
     "values": ("the values", "Give v."),
     "sinks": ("the learned sinks of the heads", "Give sinks, or leave it out."),
 }
+_TOKEN_PARTS = {part.name for part in (SPECIAL_MASS, FIRST_SPECIAL_MASS, SINK_MASS, LOGSUMEXP)}
 
 
 def resolve_probes(wanted: ProbeOrName | Iterable[ProbeOrName]) -> tuple[Probe, ...]:
@@ -252,7 +259,8 @@ def complete_statistics(
         call = MeasuredCall.from_request(request, logsumexp, context, result=result)
         requested_parts = parts_of_probes(left)
         all_parts = {part: parts[part] for part in requested_parts & parts.keys()}
-        all_parts |= measure_parts(call, requested_parts - all_parts.keys(), _key_sets_of_parts(call, left))
+        sets = _key_sets_of_parts(call, left)
+        all_parts |= measure_parts(call, requested_parts - all_parts.keys(), sets, known=parts)
         empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
         for probe in left:
             value = _apply_probe(probe, all_parts)
@@ -312,7 +320,11 @@ def _apply_probe(probe: Probe, parts: PartValues) -> Tensor:
 
 
 def measure_parts(
-    call: MeasuredCall, parts: frozenset[PartName], key_sets: Mapping[PartName, Tensor] = MappingProxyType({})
+    call: MeasuredCall,
+    parts: frozenset[PartName],
+    key_sets: Mapping[PartName, Tensor] = MappingProxyType({}),
+    *,
+    known: PartValues = MappingProxyType({}),
 ) -> Mapping[PartName, Tensor]:
     """Measure parts, each in the fastest way; tokens are numbered from the first key of the text.
 
@@ -320,6 +332,7 @@ def measure_parts(
         call: the call; no gradients are computed.
         parts: the parts to measure.
         key_sets: part -> (batch, keys) bool, for the parts that sum the weights on a set of keys.
+        known: parts that have already been measured.
     """
     sets = {part: keys for part, keys in key_sets.items() if part in parts}
     found: dict[PartName, Tensor] = {
@@ -327,20 +340,7 @@ def measure_parts(
     }
     if from_native.supports_call(call.request, call.bounds):
         found |= from_native.measure(call, from_native.measurable_parts(call.context, parts - found.keys()))
-    for part in parts - found.keys():
-        match part:
-            case ("offset_mass", int(offset)):
-                found[part] = lookups.weight_at_offset(call, offset)
-            case ("first_keys_mass", int(count)):
-                found[part] = lookups.weight_on_first_keys(call, count)
-            case "sink_mass" if call.request.sinks is not None:
-                found[part] = sink_mass(call.logsumexp_of_full_scores, call.request.sinks)
-            case "logsumexp":
-                found[part] = call.logsumexp_of_full_scores
-            case "position":
-                found[part] = call.positions[:, None].to(call.logsumexp).expand_as(call.logsumexp)
-            case "output_norm" if call.context.output_weight is not None:
-                found[part] = weighted_values.output_norms(call, call.context.output_weight)
+    found |= _look_up_parts(call, parts - found.keys(), {**known, **found})
     repeated = parts & repeats.KEY_SHIFTS.keys()
     if repeated and call.bounds.remainder is None:
         found |= repeats.measure_repeats(call, repeated)
@@ -354,6 +354,42 @@ def measure_parts(
             call, call.context.id_before
         )
     return number_in_text(found, call.context.key_start, call.logsumexp)
+
+
+def _look_up_parts(call: MeasuredCall, parts: Collection[PartName], known: PartValues) -> dict[PartName, Tensor]:
+    """Measure the parts that need a few weights per query, or none; parts that need all weights are left out.
+
+    Args:
+        call: the call.
+        parts: the parts to measure.
+        known: parts that have already been measured.
+    """
+    found: dict[PartName, Tensor] = {}
+    near = [OFFSET_MASS(offset).name for offset in range(-NEAR_REACH, NEAR_REACH + 1)]
+    at_offsets = [part for part in parts if part[0] == OFFSET_MASS.name]
+    if "near_mass" in parts:
+        at_offsets += [part for part in near if part not in known and part not in parts]
+    if at_offsets:
+        weights = lookups.weights_at_offsets(call, [int(part[1]) for part in at_offsets])
+        found |= dict(zip(at_offsets, weights.unbind(), strict=True))
+    if "near_mass" in parts:
+        found["near_mass"] = torch.stack([known[part] if part in known else found[part] for part in near]).sum(0)
+    for part in parts:
+        match part:
+            case ("first_keys_mass", int(count)):
+                found[part] = lookups.weight_on_first_keys(call, count)
+            case "first_special_mass":
+                first = known.get(FIRST_KEY_WEIGHT)
+                found[part] = lookups.weight_on_first_key_in_set(call, call.keys_of_set("special", None), first)
+            case "sink_mass" if call.request.sinks is not None:
+                found[part] = sink_mass(call.logsumexp_of_full_scores, call.request.sinks)
+            case "logsumexp":
+                found[part] = call.logsumexp_of_full_scores
+            case "position":
+                found[part] = call.positions[:, None].to(call.logsumexp).expand_as(call.logsumexp)
+            case "output_norm" if call.context.output_weight is not None:
+                found[part] = weighted_values.output_norms(call, call.context.output_weight)
+    return {part: found[part] for part in parts if part in found}
 
 
 def sink_mass(logsumexp: Tensor, sinks: Tensor) -> Tensor:
@@ -414,7 +450,7 @@ def drop_position_parts(attended: AttentionResult) -> AttentionResult:
 def measure_token_parts(
     call: AttentionCall, parts: frozenset[PartName], special_keys: Tensor | None
 ) -> PartValues | None:
-    """Measure the weights on special tokens and sinks, and the logsumexp, of a call that has run, for a whole batch.
+    """Measure the parts that need special tokens or sinks, and the logsumexp, for the batch of a call that has run.
 
     Args:
         call: the call.
@@ -426,12 +462,14 @@ def measure_token_parts(
         the call.
     """
     request, logsumexp = call.request, call.result.logsumexp.detach()
-    if parts - {SPECIAL_MASS.name, "sink_mass", "logsumexp"} or (SPECIAL_MASS.name in parts and special_keys is None):
+    needs = {need for part in parts for need in part_named(part).needs}
+    if parts - _TOKEN_PARTS or ("special_keys" in needs and special_keys is None):
         return None
     measured = MeasuredCall.from_request(request, logsumexp, ProbeContext(special_keys=special_keys))
     if not from_native.supports_call(measured.request, measured.bounds):
         return None
-    found = measure_parts(measured, parts, {} if special_keys is None else {SPECIAL_MASS.name: special_keys})
+    sets = {} if special_keys is None else {SPECIAL_MASS.name: special_keys}
+    found = measure_parts(measured, parts, sets, known=call.result.statistics)
     # Queries without keys or with NaN are set as the kernel sets them in the parts that it measures.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
     return {part: set_empty_and_bad_queries(value.to(logsumexp.dtype), empty, bad) for part, value in found.items()}

@@ -201,8 +201,8 @@ def layer_profiles(
     Args:
         layers: the layers of a record.
         sample: index of the text; None combines all texts.
-        special: one flag per token, True for special tokens ([CLS], [SEP], <s>), from which "separator_mass", the
-            attention on special tokens after the first, is computed. None takes the flags of the recorded text.
+        special: one flag per token, True for special tokens ([CLS], [SEP], <s>), from which the chance levels of the
+            weights on them are computed. None takes the flags of the recorded text.
         statistics: name -> statistic, for the statistics of the record that are not built in.
         among: the kinds to choose from.
         progress: called with (queries done, all queries) of a text while its chance levels are computed.

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from multihead.kinds import KINDS, MIXED, NEAR_MASS, Kind
-from multihead.probes.catalogue import SEPARATOR_STATISTIC, statistic
+from multihead.kinds import KINDS, MIXED, Kind
+from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
 from multihead.record import summaries
 from multihead.record.chance import (
@@ -22,11 +22,12 @@ from multihead.record.chance import (
     exceeds_chance,
     standard_error,
 )
+from multihead.record.earlier import add_later_statistics
 from multihead.record.notebook import CHANCE_SUFFIX
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 from multihead.record.summaries import MeasuredStatistic
-from multihead.record.visibility import Visibility, near_mass, visibility_of
+from multihead.record.visibility import Visibility, visibility_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +37,10 @@ class LayerKinds:
     Attributes:
         number: number of the layer.
         name: name of the layer.
-        means: name of a statistic -> (heads,) float64, mean over the queries that count. "separator_mass" is added if
-            special tokens after the first are known, and the statistics on repeated random tokens if measured.
+        means: name of a statistic -> (heads,) float64, mean over the queries that count; the statistics on repeated
+            random tokens are added if measured.
         chance: name of a statistic -> (heads,) float64, chance level, for the statistics that have one.
-        evidence: name of a statistic -> mean, chance level and standard error, for the statistics in `chance`, and for
-            the share of attention near the query, which is not in `means`.
+        evidence: name of a statistic -> mean, chance level and standard error, for the statistics in `chance`.
         kinds: names of each head's kinds, the most specific first.
         cross_attention: whether the keys come from another text than the queries (cross-attention).
         repeated: the attention on repeated random tokens; None if it was not measured.
@@ -173,8 +173,7 @@ def profile_of_samples(
     """
     measure = partial(_statistics_and_chance, special=special, shown=statistics, known=known, progress=progress)
     cross_attention = any(one.cross_attention or one.query_start + one.num_queries != one.num_keys for one in samples)
-    seen = [visibility_of(one) for one in samples]
-    measured = [measure(*each, cross_attention=cross_attention) for each in zip(samples, seen, strict=True)]
+    measured = [measure(one) for one in samples]
     means = summaries.summarise_samples([values for values, _ in measured], "mean")
     found = {
         name: compare_with_chance(
@@ -195,38 +194,25 @@ def profile_of_samples(
             if name in repeated.chance
         }
     named = kinds_of_heads(found, heads=samples[0].num_heads, cross_attention=cross_attention, among=among)
-    means.pop(NEAR_MASS.name, None)  # used for kinds only, because records do not store the share near the query
     chances = {name: found[name].chance for name in means if name in found}
-    return LayerProfile(number, name, means, chances, found, named, cross_attention, seen[0], repeated=repeated)
+    return LayerProfile(
+        number, name, means, chances, found, named, cross_attention, visibility_of(samples[0]), repeated=repeated
+    )
 
 
 def _statistics_and_chance(
     one: SampleRecord,
-    visibility: Visibility,
     *,
-    cross_attention: bool,
     special: Sequence[bool] | None,
     shown: Mapping[str, Statistic],
     known: ChanceCache,
     progress: Progress | None,
 ) -> tuple[dict[str, MeasuredStatistic], dict[str, Tensor]]:
-    """Return the statistics of a sample, including separator and near mass, and the chance level of each."""
-    found = dict(one.measured())
+    """Return the statistics of a sample, and the chance level of each."""
     marks = one.text.special if special is None else special
     marks = marks if marks is not None and len(marks) == one.num_keys else None
+    found = add_later_statistics(one, one.measured(), marks)
     levels = chance_of_probes(
-        one, [*(statistic(name, shown) for name in found), NEAR_MASS], special=marks, known=known, progress=progress
+        one, [statistic(name, shown) for name in found], special=marks, known=known, progress=progress
     )
-    if marks is not None and any(marks[1:]) and "special_mass" in found:
-        # special_mass includes the first token if that token is special; its mass is subtracted.
-        both = marks[0] and "first_mass" in found
-        values, counted, _ = found["special_mass"]
-        found[SEPARATOR_STATISTIC.name] = MeasuredStatistic(
-            (values - found["first_mass"].values if both else values).clamp(min=0), counted
-        )
-        if "special_mass" in levels:
-            level = levels["special_mass"] - levels["first_mass"] if both else levels["special_mass"]
-            levels[SEPARATOR_STATISTIC.name] = level.clamp(min=0)
-    if not cross_attention:
-        found[NEAR_MASS.name] = MeasuredStatistic(near_mass(one, visibility), one.sees)
     return found, levels

@@ -1,4 +1,4 @@
-"""Describe the visible keys of a sample, and measure the attention near each query."""
+"""Describe the visible keys of a sample."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multihead.errors import MaskError, ProbeError
-from multihead.kinds import LOCAL_REACH
-from multihead.probes.catalogue import offset_mass
+from multihead.errors import MaskError
 from multihead.record.sample import SampleRecord
 from multihead.tensors.shapes import consecutive_slices
 
@@ -97,46 +95,6 @@ def _count_seen_keys(sample: SampleRecord) -> tuple[Tensor, Tensor, Tensor]:
         starts.append(seen.int().argmax(-1))
         stops.append(sample.num_keys - seen.flip(-1).int().argmax(-1))
     return torch.cat(counts, -1), torch.cat(starts, -1), torch.cat(stops, -1)
-
-
-def near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
-    """Return the share of each query's attention on keys at most `LOCAL_REACH` tokens away.
-
-    The share is exact if the record keeps q and k: at most seven weights per query are read from statistics or
-    computed. If only statistics were kept, the result is a lower bound: the larger of self + previous + next and, by
-    Markov's inequality, 1 - distance / 4, because a key that is more than 3 tokens away is at least 4 away.
-
-    Returns:
-        (heads, queries) float64, shares from 0 to 1.
-    """
-    try:
-        return _exact_near_mass(sample, visibility)
-    except (ProbeError, MaskError):
-        return _near_mass_lower_bound(sample)
-
-
-def _exact_near_mass(sample: SampleRecord, visibility: Visibility) -> Tensor:
-    # Under a causal mask keys after the query have no weight.
-    last = 0 if visibility.pattern in ("causal", "causal window") else LOCAL_REACH
-    found = sample.statistics
-    total = torch.zeros(sample.num_heads, sample.num_queries, dtype=torch.float64)
-    for offset in range(-LOCAL_REACH, last + 1):
-        name = offset_mass(offset).name
-        total += (found[name] if name in found else sample.at_offset(offset)).double()
-    return total
-
-
-def _near_mass_lower_bound(sample: SampleRecord) -> Tensor:
-    found = sample.statistics
-    bound = torch.zeros(sample.num_heads, sample.num_queries, dtype=torch.float64)
-    if all(f"{name}_mass" in found for name in ("self", "previous", "next")):
-        bound = found["self_mass"].double() + found["previous_mass"].double() + found["next_mass"].double()
-    if "mean_distance" in found:
-        by_distance = 1 - found["mean_distance"].double() / (LOCAL_REACH + 1)
-        # A query without keys has the distance 0, and would count as completely local.
-        sees = found["largest_weight"] > 0 if "largest_weight" in found else torch.ones_like(bound, dtype=torch.bool)
-        bound = torch.maximum(bound, torch.where(sees, by_distance, 0.0))
-    return bound.clamp(0, 1)
 
 
 def _name_of_pattern(count: Tensor, start: Tensor, stop: Tensor, query_start: int, keys: int) -> tuple[str, int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 from multihead.kinds import MIXED, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import statistic_label, unit_label
-from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR_STATISTIC, statistic
+from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR_MASS, SPECIAL_MASS, statistic
 from multihead.probes.choices import FOCUS
 from multihead.probes.probe import Probe, Statistic
 from multihead.record.profiles import LayerKinds
@@ -43,23 +43,20 @@ def columns_not_recorded(names: Iterable[str], lang: str) -> list[dict[str, str]
     return [{"id": each["id"], "label": each["label"]} for each in (describe_column(one, lang) for one in missing)]
 
 
-def legend_of_kinds(
-    kinds: Iterable[Kind], profiles: Iterable[LayerKinds], lang: str, *, bound: bool = False
-) -> list[dict[str, Any]]:
+def legend_of_kinds(kinds: Iterable[Kind], profiles: Iterable[LayerKinds], lang: str) -> list[dict[str, Any]]:
     """Describe the kinds of heads in a page's legend, and whether each was measured.
 
     Args:
         kinds: the kinds, see `multihead.kinds.Kind`.
         profiles: the statistics of each layer.
         lang: the language of the page.
-        bound: whether to use the definitions for records without q and k.
     """
     profiles = list(profiles)
     return [
         {
             "id": kind.name,
             "label": escape_controls(kind.label(lang)),
-            "about": escape_controls(kind.definition(lang, bound=bound)),
+            "about": escape_controls(kind.definition(lang)),
             "statistic": kind.statistic,
             "glyph": kind.glyph,
             "colour": kind.colour,
@@ -71,9 +68,16 @@ def legend_of_kinds(
 
 
 def names_of_statistics(profiles: Iterable[LayerKinds]) -> list[str]:
-    """List the names of the statistics in the order of table columns; "separator_mass" follows "special_mass"."""
-    names = list(dict.fromkeys(name for one in profiles for name in one.means))
-    if SEPARATOR_STATISTIC.name in names:
-        names.remove(SEPARATOR_STATISTIC.name)
-        names.insert(names.index("special_mass") + 1, SEPARATOR_STATISTIC.name)
-    return names
+    """List the names of the statistics in the order of table columns."""
+    return list(dict.fromkeys(name for one in profiles for name in one.means))
+
+
+def without_repeated_special_tokens(names: Iterable[str], profiles: Iterable[LayerKinds]) -> list[str]:
+    """Leave out either the special tokens or those after the first, because the first token has its own column.
+
+    The special tokens after the first are shown if the text has some, so that their chance is above 0.
+    """
+    names = list(names)
+    levels = [one.chance[SEPARATOR_MASS.name] for one in profiles if SEPARATOR_MASS.name in one.chance]
+    left_out = SPECIAL_MASS if any(bool((level > 0).any()) for level in levels) else SEPARATOR_MASS
+    return [name for name in names if name != left_out.name]

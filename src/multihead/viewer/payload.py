@@ -13,7 +13,7 @@ import torch
 from multihead.errors import ArgumentError, ProbeError
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text
-from multihead.probes.catalogue import POOLED_MAP, RECEIVED, SEPARATOR_STATISTIC
+from multihead.probes.catalogue import POOLED_MAP, RECEIVED, SEPARATOR_MASS
 from multihead.probes.choices import MARGINS_OF_MAP
 from multihead.record.analysis.changes import ChangedHead, summarise_changes
 from multihead.record.analysis.highlights import findings
@@ -21,7 +21,13 @@ from multihead.record.analysis.roles import roles, rows_with_roles
 from multihead.record.analysis.similar import affordable_queries
 from multihead.record.profiles import LayerProfile
 from multihead.record.texts import Text
-from multihead.viewer.columns import columns_not_recorded, describe_column, legend_of_kinds, names_of_statistics
+from multihead.viewer.columns import (
+    columns_not_recorded,
+    describe_column,
+    legend_of_kinds,
+    names_of_statistics,
+    without_repeated_special_tokens,
+)
 from multihead.viewer.facts import facts_of_record, lead_sentence, name_masks
 from multihead.viewer.levels import MAX_COARSEST_SIDE, number_of_levels
 from multihead.viewer.page import installed_version, round_all_for_json, round_for_json
@@ -182,12 +188,11 @@ def describe_sample(
     ]
     names = names_of_statistics(profiles)
     unrecorded = columns_not_recorded(names, lang)
-    if SEPARATOR_STATISTIC.name in names:  # the first token has a separate column
-        names.remove("special_mass")
-    columns = [describe_column(record.statistic(name), lang) for name in names]
+    shown_names = without_repeated_special_tokens(names, profiles)
+    columns = [describe_column(record.statistic(name), lang) for name in shown_names]
     separator = _sole_special_token(main.tokens, main.special)
     for one in columns:
-        if one["id"] == SEPARATOR_STATISTIC.name and separator:
+        if one["id"] == SEPARATOR_MASS.name and separator:
             one["label"] = separator
     found = findings(
         profiles,
@@ -214,7 +219,7 @@ def describe_sample(
         "findings": [asdict(one) for one in found],
         # The largest possible entropy of each head, nats; None where the class of the mask is unknown.
         **statistics_per_head([{"full": one.visibility.largest_entropy} for one in profiles], heads, ["full"]),
-        "legend": legend_of_kinds(record.all_kinds, profiles, lang, bound=not all(layer["rows"] for layer in layers)),
+        "legend": legend_of_kinds(record.all_kinds, profiles, lang),
     }
 
 
@@ -307,7 +312,7 @@ def changed_heads(
 
     def describe_change(one: ChangedHead) -> dict[str, str] | None:
         change = one.change(lang)
-        if change is not None and separator and one.largest_difference == SEPARATOR_STATISTIC.name:
+        if change is not None and separator and one.largest_difference == SEPARATOR_MASS.name:
             change = change._replace(label=separator)  # as in the table of all heads
         return None if change is None else change._asdict()
 

@@ -14,7 +14,7 @@ from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, S
 from multihead.kernels.call import AttentionCall, find_surroundings, listen
 from multihead.kernels.native import library, short_call
 from multihead.kernels.parts import PartName
-from multihead.probes import DEFAULT
+from multihead.probes import DEFAULT, PROBES
 from multihead.probes import statistics as measuring
 from tests import oracle
 from tests.drawing import laid_out
@@ -221,7 +221,7 @@ def test_empty_calls_give_empty_or_zero_outputs(sizes: tuple[int, int, int], mas
     assert keys or bool((logsumexp == -torch.inf).all())
 
 
-OF_Q_AND_K = tuple(name for name in DEFAULT if name not in ("special_mass", "sink_mass"))  # what they need is not given
+OF_Q_AND_K = tuple(name for name in DEFAULT if not PROBES[name].needs)  # what they need is not given
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

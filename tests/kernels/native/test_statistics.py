@@ -214,10 +214,10 @@ def test_only_what_is_wanted_is_measured() -> None:
 
 def test_the_results_of_an_operator_are_named_by_part() -> None:
     found = statistics_of_one_pass(PARTS_OF_ONE_PASS, special=True)
-    rows = torch.arange(9.0)[:, None, None, None].expand(9, 2, 3, 4)
+    rows = torch.arange(10.0)[:, None, None, None].expand(10, 2, 3, 4)
     parts = found.name_results(rows, torch.full((2, 3, 4), 7))
-    assert found.requested_bits == 255
+    assert found.requested_bits == 511
     offsets = [("offset_mass", offset) for offset in (0, -1, 1)]
     order = ("entropy", "largest_weight", "mean_distance", "distance_spread", *offsets, ("first_keys_mass", 1))
-    assert [float(parts[part][0, 0, 0]) for part in (*order, SPECIAL_MASS.name)] == list(range(9))
+    assert [float(parts[part][0, 0, 0]) for part in (*order, SPECIAL_MASS.name, "near_mass")] == list(range(10))
     assert torch.equal(parts["largest_key"], torch.full((2, 3, 4), 7))

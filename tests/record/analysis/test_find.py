@@ -83,10 +83,10 @@ def test_separators_are_told_by_special_tokens_after_the_first() -> None:
 
 def test_layers_that_have_no_such_number_are_left_out() -> None:
     model, batch = family("t5"), batch_of("t5")
-    with torch.no_grad(), mh.observe(model) as seen:
+    with torch.no_grad(), mh.observe(model, probes=("entropy", "induction_mass")) as seen:
         model(**batch)
     crossing = {index for index, layer in enumerate(seen.layers) if layer.sample().cross_attention}
-    found = {layer for layer, _ in places(seen.find(local=(-1, None)))}
+    found = {layer for layer, _ in places(seen.find(induction=(-1, None)))}
     assert found == set(range(len(seen.layers))) - crossing
 
 
@@ -135,7 +135,7 @@ class TestRefusals:
             ("broad", 'the statistic "entropy": probes=[..., "entropy"] of observe or census'),
             (
                 "separator",
-                "special tokens after the first, in single texts: give `tokenizer` or `special_ids` to observe",
+                "special tokens: give `tokenizer` or `special_ids` to observe",
             ),
         ],
     )

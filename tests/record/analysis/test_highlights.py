@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
+from multihead.kinds import KINDS
 from multihead.record.analysis.highlights import findings
 from multihead.record.chance import ChanceComparison
 from multihead.record.layer import layer_profiles
@@ -89,10 +90,10 @@ def test_a_head_has_every_kind_whose_threshold_it_reaches_the_largest_share_firs
     assert layer_profiles(record_of(dense[None]).layers)[0].kinds == (("first", "local"),)
 
 
-def test_a_head_without_separators_has_no_such_kind() -> None:
+def test_where_it_is_unknown_which_tokens_are_special_no_head_rests_on_separators() -> None:
     read = layer_profiles(a_record().layers, special=None)
     assert "separator" not in {kind for kinds in read[1].kinds for kind in kinds}
-    assert "separator_mass" not in read[1].means
+    assert "separator_mass" not in read[1].evidence
 
 
 def test_an_even_head_in_a_short_text_is_broad_and_not_local() -> None:
@@ -116,7 +117,8 @@ def test_cross_attention_is_known_where_both_texts_have_one_length() -> None:
     record = watch(12)
     record.layers[0].samples[0].cross_attention = True
     (read,) = layer_profiles(record.layers)
-    assert (read.cross_attention, "near_mass" in read.evidence) == (True, False)
+    local = next(kind for kind in KINDS if kind.name == "local")
+    assert (read.cross_attention, read.decides(local)) == (True, False)
 
 
 def test_weights_that_are_not_a_number_name_no_head() -> None:
@@ -130,7 +132,7 @@ def test_weights_that_are_not_a_number_name_no_head() -> None:
     )
 
 
-def test_without_weights_local_heads_are_still_told_where_the_bound_says_so() -> None:
+def test_local_heads_are_told_without_weights_too() -> None:
     read = layer_profiles(a_record(keep="statistics").layers, special=SPECIAL)
     assert read[0].kinds == (("previous",), ("first",), ("broad",), ("local",))
 

@@ -28,6 +28,7 @@ from multihead.kernels.parts import (
     LARGEST_KEY,
     LARGEST_WEIGHT,
     MEAN_DISTANCE,
+    NEAR_MASS,
     OFFSET_MASS,
     POOLED_MAP,
     RECEIVED,
@@ -38,7 +39,7 @@ from multihead.masks.base import KeyBounds
 from multihead.tensors.tracing import is_intercepted
 
 FIRST_KEY_WEIGHT = FIRST_KEYS_MASS(1).name
-# The parts in the result rows of each statistic of the operator, in the order of STATISTICS in csrc/operator.cpp.
+# The parts that each statistic of the operator has rows for, in the order of its flags in csrc/operator.cpp.
 _PARTS_OF_STATISTICS: tuple[tuple[PartName, ...], ...] = (
     (ENTROPY.name,),
     (LARGEST_WEIGHT.name,),
@@ -48,6 +49,7 @@ _PARTS_OF_STATISTICS: tuple[tuple[PartName, ...], ...] = (
     (FIRST_KEY_WEIGHT,),
     (SPECIAL_MASS.name,),
     (LARGEST_KEY.name,),
+    (NEAR_MASS.name,),
 )
 _TARGET, _SPECIAL = (_PARTS_OF_STATISTICS.index((part,)) for part in (FIRST_KEY_WEIGHT, SPECIAL_MASS.name))
 PARTS_OF_ONE_PASS: frozenset[PartName] = frozenset(part for parts in _PARTS_OF_STATISTICS for part in parts)
@@ -63,7 +65,8 @@ class OperatorStatistics(NamedTuple):
 
     Attributes:
         requested_bits: the sum of the statistics' flags (powers of 2), an argument of the operator.
-        parts: the statistic in each row of the result, None for a row that was not requested; the largest key is last.
+        parts: the statistic in each row of the result, None for a row that was not requested; the largest key, which
+            is a result of its own, is last.
     """
 
     requested_bits: int
@@ -98,6 +101,8 @@ def statistics_of_one_pass(
         if requested.intersection(of_statistic):
             statistics |= 1 << bit
             parts += [part if part in requested else None for part in of_statistic]
+    if LARGEST_KEY.name in parts:
+        parts.append(parts.pop(parts.index(LARGEST_KEY.name)))
     return OperatorStatistics(statistics, tuple(parts))
 
 

@@ -14,7 +14,7 @@ from multihead.errors.arguments import check_integer
 from multihead.kinds import KINDS, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import statistic_label, text
-from multihead.probes.catalogue import SEPARATOR_STATISTIC, statistic
+from multihead.probes.catalogue import SEPARATOR_MASS, SPECIAL_MASS, statistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
 from multihead.record.analysis.similar import divergence, evenly_spaced_queries, have_same_texts
 from multihead.record.chance import Progress
@@ -72,7 +72,7 @@ class ChangedHead(HeadOfLayer):
             for name, value in self.differences.items()
             if (shown := statistic(name, self.statistics)).number_format == SHARE_FORMAT
             and not (
-                name == "special_mass" and SEPARATOR_STATISTIC.name in self.differences
+                name == SPECIAL_MASS.name and SEPARATOR_MASS.name in self.differences
             )  # the first token has its own
             and not math.isnan(value)
             and shown.text(self.before[name]) != shown.text(self.after[name])
