@@ -21,6 +21,7 @@ MODULES = (
     "multihead.scores",
     "multihead.rotary",
     "multihead.probes",
+    "multihead.kernels",
     "multihead.kinds",
     "multihead.observation.textbook",
     "multihead.record.memory_use",

@@ -43,7 +43,7 @@ _MODULES = {  # public name -> the module that defines it
     "use": "multihead.models.use",
 }
 # Public packages, imported when they are first used.
-_PACKAGES = ("compat", "errors", "export", "kinds", "masks", "models", "parallel", "probes", "scores")
+_PACKAGES = ("compat", "errors", "export", "kernels", "kinds", "masks", "models", "parallel", "probes", "scores")
 
 __all__ = [
     "Census",
@@ -64,6 +64,7 @@ __all__ = [
     "explain",
     "export",
     "head_means",
+    "kernels",
     "kinds",
     "look",
     "masks",

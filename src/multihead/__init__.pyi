@@ -1,4 +1,4 @@
-from multihead import compat, errors, export, kinds, masks, parallel, probes, scores
+from multihead import compat, errors, export, kernels, kinds, masks, parallel, probes, scores
 from multihead.counting.result import Census
 from multihead.counting.run import census
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, statistics
@@ -36,6 +36,7 @@ __all__ = [
     "explain",
     "export",
     "head_means",
+    "kernels",
     "kinds",
     "look",
     "masks",

@@ -95,11 +95,11 @@ def test_a_missing_library_is_a_warning_and_the_rest_is_reported(monkeypatch: py
 @pytest.mark.skipif(library.reason_of_absence() is not None, reason="there is no native library here")
 def test_an_impossible_request_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIHEAD_CPU", "avx9")
-    library._default_instruction_set.cache_clear()
+    library.default_instruction_set.cache_clear()
     try:
         found = diagnose()
     finally:
-        library._default_instruction_set.cache_clear()
+        library.default_instruction_set.cache_clear()
     assert found.requested_set == "avx9"
     assert found.chosen_set is None
     assert found.warnings[0].startswith("MULTIHEAD_CPU is 'avx9', and there is no such instruction set. Give one that")

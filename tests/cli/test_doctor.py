@@ -61,6 +61,7 @@ Native kernel
    avx512        this processor lacks it
    avx512_bf16   not in this build
    emulated_amx  for tests, only on request
+   small calls   one operator plans and computes
 
 Kernels, the fastest first
    native        rejects float16, float64: it computes float32

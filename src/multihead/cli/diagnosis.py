@@ -15,7 +15,7 @@ from multihead.errors import ArgumentError, InputError
 from multihead.functional import request_of
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.choose import KERNELS
-from multihead.kernels.native import library
+from multihead.kernels.native import library, short_call
 from multihead.kernels.native.library import InstructionSet, openmp_runtimes
 from multihead.kernels.plan.bounds import bounds_of
 
@@ -58,6 +58,7 @@ class Diagnosis:
         missing_set_warning: warning that the processor has a faster instruction set that was not compiled, or None.
         openmp_runtime_files: files of the loaded OpenMP runtimes; None where the operating system does not list them.
         kernels: the diagnosis of each kernel, the fastest kernel first.
+        short_call_reason: why the native kernel's short operator takes no call, or None.
     """
 
     system: str
@@ -74,6 +75,7 @@ class Diagnosis:
     missing_set_warning: str | None
     openmp_runtime_files: tuple[Path, ...] | None
     kernels: tuple[KernelDiagnosis, ...]
+    short_call_reason: str | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -157,6 +159,7 @@ def diagnose() -> Diagnosis:
         missing_set_warning=library.missing_faster_instruction_set(),
         openmp_runtime_files=openmp_runtimes(),
         kernels=tuple(_diagnose_kernel(name) for name in KERNELS),
+        short_call_reason=refusal or short_call.reason_against_all(),
     )
 
 

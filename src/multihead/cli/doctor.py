@@ -120,6 +120,8 @@ def _print_native_kernel(console: Console, found: Diagnosis) -> None:
     _print_entry(console, "library", str(found.library))
     for each in found.instruction_sets:
         _print_entry(console, each.name, _state_of_instruction_set(each, found))
+    reason = found.short_call_reason
+    _print_entry(console, "small calls", "one operator plans and computes" if reason is None else f"planned: {reason}")
 
 
 def _state_of_instruction_set(each: InstructionSet, found: Diagnosis) -> str:

@@ -279,6 +279,9 @@ class AttentionResult:
         statistics: the statistics of `request.requested_statistics` that the kernel measured with the output.
         head_factors: (batch, heads, queries), the factor by which each head's own output was changed, NaN where another
             vector replaced it; None if nothing changed it (`kernels/head_changes.py`).
+
+    >>> AttentionResult(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3)).statistics
+    {}
     """
 
     output: Tensor
@@ -310,6 +313,9 @@ class WorkEstimate:
     Attributes:
         computed_cells: number of scores (query, key) that the kernel computes, over batch and heads.
         extra_memory_bytes: peak memory of the kernel, bytes.
+
+    >>> WorkEstimate(computed_cells=2 * 8 * 100 * 100, extra_memory_bytes=4096).computed_cells
+    160000
     """
 
     computed_cells: int

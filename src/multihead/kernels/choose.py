@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import NamedTuple, Protocol, cast
 
@@ -30,7 +31,9 @@ from multihead.kernels import (
 )
 from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
 from multihead.kernels.native import (
-    kernel,
+    kernel as native_kernel,
+)
+from multihead.kernels.native import (
     library,
     operator,  # noqa: F401 - the import registers the operator for graphs
 )
@@ -42,7 +45,13 @@ from multihead.masks.base import KeyBounds
 
 
 class Kernel(Protocol):
-    """Protocol of a kernel's module: the functions and constants that it defines."""
+    """Protocol of a kernel's module, or of another object: the functions and constants that it defines.
+
+    >>> import multihead as mh
+    >>> mh.kernels.add("empty", object())
+    Traceback (most recent call last):
+    multihead.errors.ArgumentError: The kernel 'empty' lacks HANDLES_NONFINITE, ...
+    """
 
     @property
     def HANDLES_NONFINITE(self) -> bool:  # noqa: N802 - a constant of the module
@@ -73,11 +82,103 @@ class Kernel(Protocol):
 
 # Name -> module of the kernel; the fastest kernel comes first.
 KERNELS: dict[str, Kernel] = {
-    "native": cast(Kernel, kernel),
+    "native": cast(Kernel, native_kernel),
     "sdpa": cast(Kernel, sdpa),
     "flex": cast(Kernel, flex),
     "reference": cast(Kernel, reference),
 }
+
+
+@dataclass(frozen=True, eq=False)
+class AddedKernel:
+    """A kernel that was added, until `undo()` or the end of a `with` block.
+
+    Attributes:
+        name: its name.
+        kernel: its module.
+
+    >>> import multihead as mh
+    >>> from multihead.kernels import reference
+    >>> with mh.kernels.add("mine", reference) as added:
+    ...     mh.explain(*torch.zeros(3, 1, 2, 4, 8)).kernel
+    'mine'
+    """
+
+    name: str
+    kernel: Kernel
+
+    def undo(self) -> None:
+        """Remove the kernel; do nothing if it was removed before."""
+        if KERNELS.get(self.name) is self.kernel:
+            del KERNELS[self.name]
+
+    def __enter__(self) -> AddedKernel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def add(name: str, kernel: Kernel, *, before: str | None = None) -> AddedKernel:
+    """Add a kernel of your own, which runs every call that it does not refuse; `mh.explain` names it.
+
+    Calls of functions, layers, drop-ins and Hugging Face models go to it, and calls whose plan is cached too. What a
+    call does otherwise stays: NaN in hidden keys, autocast, listeners, heads that are switched off. Statistics are
+    measured from q and k by the kernels of this library. A graph that is compiled already keeps its kernel.
+
+    Args:
+        name: its name, which `kernel=` of a call takes too.
+        kernel: a module or another object with the functions and constants that `Kernel` declares.
+        before: the name of the kernel before which it is asked; None: before all others.
+
+    Returns:
+        the handle whose `undo()` removes the kernel; a `with` block does so at its end. Kernels are added and removed
+        while no other thread computes.
+
+    Raises:
+        ArgumentError: there is a kernel of this name, or none named `before`, or the kernel lacks a function.
+
+    >>> import multihead as mh
+    >>> from multihead.kernels import reference
+    >>> added = mh.kernels.add("mine", reference)
+    >>> q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
+    >>> print(mh.explain(q, k, v).kernel, mh.attention(q, k, v).shape)
+    mine torch.Size([1, 2, 4, 8])
+    >>> added.undo()
+    >>> mh.explain(q, k, v).kernel
+    'native'
+    """
+    names = tuple(KERNELS)
+    if not isinstance(name, str) or name in KERNELS:
+        raise ArgumentError(
+            f"There is a kernel {name!r} already." if isinstance(name, str) else f"The name of a kernel is {name!r}.",
+            f"Give a text other than {', '.join(names)}.",
+        )
+    if before is not None and before not in KERNELS:
+        raise ArgumentError(f"There is no kernel {before!r}.", f"Give one of {', '.join(names)}, or None.")
+    missing = [each for each in _PARTS_OF_KERNEL if not hasattr(kernel, each)]
+    if missing:
+        raise ArgumentError(
+            f"The kernel {name!r} lacks {', '.join(missing)}.",
+            "Define them, as multihead.kernels.Kernel declares them.",
+        )
+    if kernel.GPU_PATH is not None:
+        raise ArgumentError(
+            f"The kernel {name!r} has the GPU_PATH {kernel.GPU_PATH!r}, which only kernels of this library have.",
+            "Set GPU_PATH = None: a kernel that is added also runs on a GPU unless it refuses.",
+        )
+    place = 0 if before is None else names.index(before)
+    later = {each: KERNELS.pop(each) for each in names[place:]}
+    KERNELS.update({name: kernel, **later})
+    return AddedKernel(name, kernel)
+
+
+def is_kernel_added() -> bool:
+    """Whether a kernel that is not of this library stands before all others."""
+    return next(iter(KERNELS.values())) is not native_kernel
+
+
+_PARTS_OF_KERNEL = ("HANDLES_NONFINITE", "GPU_PATH", "refusal", "reads_int8", "attend", "estimate_work")
 
 
 class KernelChoice(NamedTuple):

@@ -20,6 +20,7 @@ from multihead.kernels.call import (
     AttentionResult,
     publish,
 )
+from multihead.kernels.choose import is_kernel_added
 from multihead.kernels.dense_tile import hidden_cells, without_autocast
 from multihead.kernels.native import library
 from multihead.tensors.shapes import index_axes
@@ -45,7 +46,7 @@ def is_computed_per_head(request: AttentionRequest, *, need_weights: bool) -> bo
         return False
     if not request.dropout:
         has_native_kernel = shape.dtype == torch.float32 and library.reason_of_absence() is None
-        if has_native_kernel and not need_weights:
+        if not need_weights and (has_native_kernel or is_kernel_added()):
             return False
         if request.needs_gradient or not request.mask.hides_nothing or shape.key_length > MAX_KEYS:
             return False

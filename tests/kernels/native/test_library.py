@@ -39,9 +39,9 @@ SETS = tuple(
 @pytest.fixture
 def _chosen_anew() -> Iterator[None]:
     """Let this test choose for itself, and the next one again."""
-    library._default_instruction_set.cache_clear()
+    library.default_instruction_set.cache_clear()
     yield
-    library._default_instruction_set.cache_clear()
+    library.default_instruction_set.cache_clear()
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ class TestChoosing:
             "The native kernel was compiled without avx512, the fastest instruction set of this CPU, and uses avx2. "
             "Install multihead again on this machine, or with MULTIHEAD_SETS=all for any."
         )
-        library._default_instruction_set.cache_clear()
+        library.default_instruction_set.cache_clear()
         monkeypatch.setenv("MULTIHEAD_CPU", "scalar")
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from multihead.kernels import head_changes, sequence_split
 from multihead.kernels.call import AttentionArguments, AttentionRequest, Surroundings
-from multihead.kernels.choose import KERNELS, PYTORCH_SPEEDUPS
+from multihead.kernels.choose import KERNELS, PYTORCH_SPEEDUPS, is_kernel_added
 from multihead.kernels.native import kernel, library
 from multihead.kernels.native.call import OperatorCall, function_of_operator
 from multihead.kernels.native.kernel import MAX_INT8_QUERIES, gradients
@@ -116,9 +116,8 @@ def reason_against_all() -> str | None:
     """Return why the short operator takes no call at all here, in one sentence; None if it takes some."""
     if _operator is None:
         return library.reason_of_absence()
-    first = next(iter(KERNELS))
-    if KERNELS[first] is not kernel:
-        return f"the kernel {first!r} comes before it"
+    if is_kernel_added():
+        return f"the kernel {next(iter(KERNELS))} comes before the native one"
     name = library.chosen_instruction_set().name
     if name in _SETS_SLOWER_THAN_PYTORCH:
         return f"with the instruction set {name}, PyTorch's fused kernel is faster for some calls"
@@ -155,7 +154,7 @@ def takes(
         or q.dtype not in DTYPES
         or (softcap is not None and not (type(softcap) is float and 0 < softcap < torch.inf))
         or (scale is not None and type(scale) is not float)
-        or next(iter(KERNELS.values())) is not kernel
+        or next(iter(KERNELS.values())) is not kernel  # `is_kernel_added`, without the time of a call
         or (forced_instruction_set() or default_instruction_set()).name in _SETS_SLOWER_THAN_PYTORCH
     ):
         return None
