@@ -4,12 +4,13 @@
 //
 // Every operator reads its arguments into one struct, Arguments, whose `prepare` is the only place that checks them and
 // makes them readable; then it allocates its outputs and runs the kernel. `attention` has two overloads: the default
-// one takes every term of the scores; `eager` takes the masks that are arithmetic, and few arguments, because PyTorch
-// spends time on each. The schemas are a file format, since exported programs contain them: new arguments come last,
-// with defaults. src/multihead/kernels/native/schemas.txt has all of them.
+// one takes every term of the scores; `short_call` takes the masks that are arithmetic, and few arguments, because
+// PyTorch spends time on each. The schemas are a file format, since exported programs contain them (all but that of
+// `short_call`, which nothing records): new arguments come last, with defaults.
+// src/multihead/kernels/native/schemas.txt has all of them.
 //
 // Two schemas front the forward pass. PyTorch spends time on each argument, so calls that need no plan have a short
-// one, `attention.eager`: plain tensors, or few queries on the int8 keys of a cache, a mask that is arithmetic
+// one, `attention.short_call`: plain tensors, or few queries on the int8 keys of a cache, a mask that is arithmetic
 // (`Mask.band`: full, causal, window, lengths and their conjunctions), no bias, sinks, dropout or observer. All other
 // calls and all graphs have the full one, `attention`. Both only fill the struct `Arguments`, whose `prepare` is the
 // one place that checks layout, dtype and sizes and converts what the kernel cannot read; a test compares their results
@@ -655,14 +656,14 @@ bool strides_like(const Tensor &tensor, int64_t (&strides)[4]) {
 
 const char FULL[] = "attention(" FORWARD_ARGUMENTS ") -> (Tensor, Tensor, Tensor, Tensor)";
 
-const char EAGER[] =
-    "attention.eager(Tensor q, Tensor k, Tensor? v, Tensor? lengths, int before, int after, int query_start, "
+const char SHORT_CALL[] =
+    "attention.short_call(Tensor q, Tensor k, Tensor? v, Tensor? lengths, int before, int after, int query_start, "
     "float? scale, float? softcap, int statistics=0, Tensor? k_scales=None, Tensor? v_scales=None) "
     "-> (Tensor, Tensor, Tensor?, Tensor?)";
 
 // Allocate the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries), the wanted statistics
 // in float32 (number, batch, heads, queries), and the largest keys (batch, heads, queries) or (0); compute them, and
-// return them on the stack. The eager overload returns None for the last two where no statistic is wanted.
+// return them on the stack. The overload `short_call` returns None for the last two where no statistic is wanted.
 void attend(Arguments &arguments, StackValue *stack) {
   arguments.prepare();
   Call &call = arguments.call;
@@ -708,7 +709,7 @@ void attention(StackValue *stack, uint64_t, uint64_t) {
   attend(arguments, stack);
 }
 
-void attention_eager(StackValue *stack, uint64_t, uint64_t) {
+void attention_short_call(StackValue *stack, uint64_t, uint64_t) {
   Arguments arguments;
   arguments.read_band(stack);
   attend(arguments, stack);
@@ -958,7 +959,7 @@ const struct {
   const char *schema, *name;
   BoxedFunction function;
 } OPERATORS[] = {{FULL, "attention", attention},
-                 {EAGER, "attention.eager", attention_eager},
+                 {SHORT_CALL, "attention.short_call", attention_short_call},
                  {BACKWARD, "attention_backward", attention_backward},
                  {KEY_SUMS, "key_sums", key_sums},
                  {WORKSPACE, "workspace", workspace}};

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead import masks
 from multihead.errors import ModelError
+from multihead.kernels import reference
 from multihead.kernels.call import listen, listeners
 from multihead.models import huggingface
 from multihead.models.config_in_use import configurations_of
@@ -113,6 +114,18 @@ def test_dropout_is_applied_in_training_and_not_in_evaluation() -> None:
         model.train()(**batch_of("bert"))
         model.eval()(**batch_of("bert"))
     assert heard == [0.25, 0.25, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_kernel_of_ones_own_computes_each_layer_and_is_explained(name: str) -> None:
+    model, batch = family(name), batch_of(name)
+    with mh.use(model) as used, torch.no_grad():
+        expected = model(**batch)[0]
+        native = {each.kernel for each in used.explain(**batch).values()}
+        with mh.kernels.add("own", reference):  # type: ignore[arg-type]
+            assert {each.kernel for each in used.explain(**batch).values()} == {"own"}
+            torch.testing.assert_close(model(**batch)[0], expected, atol=2e-5, rtol=2e-5)
+        assert {each.kernel for each in used.explain(**batch).values()} == native
 
 
 class TestTheModelIsPutBack:

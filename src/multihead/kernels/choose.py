@@ -124,7 +124,7 @@ def add(name: str, kernel: Kernel, *, before: str | None = None) -> AddedKernel:
 
     Calls of functions, layers, drop-ins and Hugging Face models go to it, and calls whose plan is cached too. What a
     call does otherwise stays: NaN in hidden keys, autocast, listeners, heads that are switched off. Statistics are
-    measured from q and k by the kernels of this library. A graph that is compiled already keeps its kernel.
+    measured from q and k by the kernels of this library. An exported program keeps the kernels of its export.
 
     Args:
         name: its name, which `kernel=` of a call takes too.

@@ -66,7 +66,7 @@ class TestRunning:
             if not each.is_supported_by_cpu:
                 continue
             with library.using_instruction_set(each.name):
-                output, logsumexp, *_ = torch.ops.multihead.attention.eager(q, k, v, None, -1, -1, 0, 1.0, None)
+                output, logsumexp, *_ = torch.ops.multihead.attention.short_call(q, k, v, None, -1, -1, 0, 1.0, None)
             torch.testing.assert_close(output.flatten()[0], scores.softmax(0) @ v.flatten())
             torch.testing.assert_close(logsumexp.flatten()[0], scores.logsumexp(0))
 
@@ -83,7 +83,7 @@ class TestRunning:
         """The samples, heads and queries of these tensors exist once in memory."""
         q = torch.ones(1, 1, 1, 1).expand(1 << 15, 1 << 15, 1 << 20, 1)
         with pytest.raises(RuntimeError, match="There is no memory for a tensor that the native kernel returns"):
-            torch.ops.multihead.attention.eager(q, q[:, :, :1], q[:, :, :1], None, -1, -1, 0, None, None)
+            torch.ops.multihead.attention.short_call(q, q[:, :, :1], q[:, :, :1], None, -1, -1, 0, None, None)
 
     def test_the_workspace_grows_with_the_threads(self) -> None:
         q = torch.ones(1, 8, 500, 16)

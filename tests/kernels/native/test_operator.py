@@ -109,7 +109,7 @@ def test_statistics_and_int8_pass_the_checks_of_torch() -> None:
     scales = {"k_scales": k_scales[..., 0], "v_scales": v_scales[..., 0]}
     torch.library.opcheck(operator, (q, k, v, *rest), scales)
     band = (torch.tensor([7, 3]), -1, 0, 2, None, None)
-    torch.library.opcheck(torch.ops.multihead.attention.eager, (q, k, v, *band), scales)
+    torch.library.opcheck(torch.ops.multihead.attention.short_call, (q, k, v, *band), scales)
 
 
 def test_the_other_operators_pass_the_checks_of_torch() -> None:
@@ -117,7 +117,7 @@ def test_the_other_operators_pass_the_checks_of_torch() -> None:
     for statistics in (0, 447):
         for values in (v, None):
             band = (q, k, values, torch.tensor([7, 3]), -1, 0, 2, None, None, statistics)
-            torch.library.opcheck(torch.ops.multihead.attention.eager, band)
+            torch.library.opcheck(torch.ops.multihead.attention.short_call, band)
     logsumexp = operator(q, k, v, *rest)[1]
     for cell in ((0, 0), (2, 3)):
         torch.library.opcheck(torch.ops.multihead.key_sums, (logsumexp, *cell, q, k, None, *rest))
@@ -395,7 +395,7 @@ def test_the_schemas_are_those_of_the_text_that_programs_were_exported_with() ->
     """A change of it makes exported programs unreadable, unless it adds arguments with defaults at the end."""
     lines = Path(library.__file__).with_name("schemas.txt").read_text(encoding="utf-8").splitlines()
     names = [line.split("(")[0] for line in lines]
-    assert names == ["attention", "attention.eager", "attention_backward", "key_sums", "workspace"]
+    assert names == ["attention", "attention.short_call", "attention_backward", "key_sums", "workspace"]
     for name, line in zip(names, lines, strict=True):
         packet, _, overload = name.partition(".")
         found = getattr(getattr(torch.ops.multihead, packet), overload or "default")
@@ -408,7 +408,7 @@ LAYOUTS = ("contiguous", "heads inside", "features outside", "every second", "ne
 
 @st.composite
 def schema_calls(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[dict[str, Any], tuple[Any, ...], bool]:
-    """Draw q, k, v in any layout, the arguments of the eager overload after them, and whether the values are read."""
+    """Draw q, k, v in any layout, the arguments of the short overload after them, and whether the values are read."""
     size = draw(sizes())
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     torch.manual_seed(draw(st.integers(0, 9)))
@@ -434,7 +434,7 @@ def test_both_schemas_of_the_forward_pass_give_the_same_bits(
 ) -> None:
     (q, k, v), band, values = call[0].values(), call[1], call[2]
     v = v if values else None
-    short = torch.ops.multihead.attention.eager(q, k, v, *band)
+    short = torch.ops.multihead.attention.short_call(q, k, v, *band)
     lengths, before, after, query_start, scale, softcap, statistics = band
     (batch, _, queries, head_dim), keys = q.shape, k.shape[2]
     limit = torch.full((batch, 1), keys) if lengths is None else lengths[:, None]
@@ -457,10 +457,10 @@ def test_both_schemas_of_the_forward_pass_give_the_same_bits(
 
 
 @pytest.mark.parametrize("softcap", [-5.0, 0.0, float("nan"), float("inf")])
-def test_the_eager_overload_rejects_a_softcap_that_is_not_positive(softcap: float) -> None:
+def test_the_short_overload_rejects_a_softcap_that_is_not_positive(softcap: float) -> None:
     q = torch.randn(1, 1, 2, 4)
     with pytest.raises(RuntimeError, match=r"softcap is (-5|0|-?nan|inf)\. Give a positive number, or None\."):
-        torch.ops.multihead.attention.eager(q, q, q, None, -1, -1, 0, None, softcap)
+        torch.ops.multihead.attention.short_call(q, q, q, None, -1, -1, 0, None, softcap)
 
 
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {
@@ -497,7 +497,7 @@ def test_rows_that_overlap_in_memory_have_an_output_of_their_own() -> None:
     """The strides of empty_like would put the features of the output apart."""
     q = torch.randn(40).as_strided((1, 1, 3, 16), (40, 40, 1, 1))
     k = torch.randn(1, 1, 5, 16)
-    found = torch.ops.multihead.attention.eager(q, k, k, None, -1, -1, 0, None, None)[0]
+    found = torch.ops.multihead.attention.short_call(q, k, k, None, -1, -1, 0, None, None)[0]
     assert oracle.difference(found, (q.double() @ k.double().mT / 4).softmax(-1) @ k.double()) < 1e-6
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from multihead import functional, masks
+from multihead import MultiHeadAttention, functional, masks
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError, SlowPathWarning
 from multihead.kernels.call import AttentionCall, find_surroundings, listen
 from multihead.kernels.native import library, short_call
@@ -283,6 +285,70 @@ def test_statistics_of_empty_calls_are_those_of_queries_without_keys(
         expected = -1 if each == "largest_key" else 0
         assert torch.equal(value, torch.full_like(value, expected)), each
         assert value.shape == (batch, 2, queries)
+
+
+class Both(nn.Module):
+    """Call the function and the layer, each in a way that the short operator takes where nothing records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = MultiHeadAttention(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x[:, None]
+        attended, _ = functional.attention_with_logsumexp(q, q, q, mask=masks.Causal())
+        return attended[:, 0] + self.layer(x, mask=masks.Causal())
+
+
+def of_graph(graph: torch.fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes]
+
+
+def compiled(model: nn.Module, x: Tensor) -> list[str]:
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        found.extend(of_graph(graph.graph))
+        return graph
+
+    torch.compile(model, backend=backend, fullgraph=True)(x)
+    return found
+
+
+def dispatched(model: nn.Module, x: Tensor) -> list[str]:
+    found: list[str] = []
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Recording():
+        model(x)
+    return found
+
+
+RECORDED: dict[str, Callable[[nn.Module, Tensor], list[str]]] = {
+    "torch.export": lambda model, x: of_graph(torch.export.export(model, (x,), strict=False).graph),
+    "torch.export, strict": lambda model, x: of_graph(torch.export.export(model, (x,), strict=True).graph),
+    "make_fx": lambda model, x: of_graph(make_fx(model)(x).graph),
+    "make_fx before dispatch": lambda model, x: of_graph(make_fx(model, pre_dispatch=True)(x).graph),
+    "torch.jit.trace": lambda model, x: str(torch.jit.trace(model, x, check_trace=False).inlined_graph).split(),
+    "torch.compile": compiled,
+    "a dispatch mode": dispatched,
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", RECORDED)
+def test_no_program_that_records_a_call_contains_the_short_operator(name: str) -> None:
+    """So its schema, unlike those of the other operators, is in no file."""
+    model, x = Both().eval(), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        found = RECORDED[name](model, x)
+    ours = [each for each in found if "multihead" in each]
+    assert any("attention" in each for each in ours)
+    assert [each for each in ours if "short_call" in each] == []
 
 
 def test_a_profiler_names_the_operator_and_a_counter_counts_it() -> None:

@@ -1,11 +1,12 @@
 """Fake results and derivatives of the native operators, `torch.ops.multihead.*`, defined in `csrc/operator.cpp`.
 
-All calls of the kernel go through these operators: eager calls, and calls of compiled and exported graphs. This module
+All calls of the kernel go through these operators: plain calls, and calls of compiled and exported graphs. This module
 imports no module of this package that imports torch, because it is imported as soon as torch is (see
 `multihead/__init__.py`). `schemas.txt` has the operators' schemas. The schemas are a file format: exported programs
 contain them, so new arguments come last, with defaults.
 
-- `attention`: the forward pass. Its overload `eager` takes a mask as a `Mask.band`, for calls without a graph.
+- `attention`: the forward pass. Its overload `short_call` takes a mask as a `Mask.band`. No function of this library
+  calls it while a graph is recorded, so exported programs do not contain it.
 - `attention_backward`: the gradients of `attention`.
 - `key_sums`: the sum of the weights over queries, per key and per cell of a coarse map.
 - `workspace`: the bytes of memory that `attention` allocates besides its results.
@@ -52,9 +53,9 @@ Source: arXiv:1706.03762, equation 1, computed as in arXiv:2205.14135.
 >>> bool((output == multihead.attention(q, k, v, mask=multihead.masks.Causal(), kernel="native")).all())
 True
 
-Eager calls get their gradients from an `autograd.Function` of this library, and graphs from
+Plain calls get their gradients from an `autograd.Function` of this library, and graphs from
 `torch.library.register_autograd`, whose gradients take several times as long and which also slows calls without
-gradients. Eager calls of `attention` skip PyTorch's autograd key, which halves their time.
+gradients. Plain calls of `attention` skip PyTorch's autograd key, which halves their time.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor | None, *arguments: Any, sta
     return _fake_results(q, k, v, statistics, always=True)
 
 
-def _eager_fake(q: Tensor, k: Tensor, v: Tensor | None, *arguments: Any, statistics: int = 0, **_: Any) -> Any:
+def _short_call_fake(q: Tensor, k: Tensor, v: Tensor | None, *arguments: Any, statistics: int = 0, **_: Any) -> Any:
     statistics = arguments[6] if len(arguments) > 6 else statistics
     return _fake_results(q, k, v, statistics, always=False)
 
@@ -160,7 +161,7 @@ def _reject_second_derivative(ctx: Any, *gradients: Any) -> None:
 if library.reason_of_absence() is None:  # the library is loaded, so the operators exist
     for _name, _fake in (
         ("attention", _attention_fake),
-        ("attention.eager", _eager_fake),
+        ("attention.short_call", _short_call_fake),
         ("attention_backward", _backward_fake),
         ("key_sums", _key_sums_fake),
     ):

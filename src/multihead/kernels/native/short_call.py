@@ -39,7 +39,7 @@ Planned = Callable[[Tensor, Tensor, "Tensor | None", AttentionArguments, Surroun
 The context is what else the function needs; it is an argument, because a closure would be made in every call.
 """
 
-_operator = function_of_operator("attention", overload="eager")
+_operator = function_of_operator("attention", overload="short_call")
 _grad_enabled = torch.is_grad_enabled
 # The instruction sets with which some calls are slower than with PyTorch's kernel.
 _SETS_SLOWER_THAN_PYTORCH = frozenset(name for name, _ in PYTORCH_SPEEDUPS)
