@@ -671,7 +671,7 @@ def _check_measurable_on_a_rank(probes: Iterable[Probe]) -> None:
                 f"{probe.name} needs the whole attention map, and this rank has only some of the queries.",
                 "Leave it out, join the records with seen.reduce(group), and call seen.layers[0].map().",
             )
-        if probe.axes == "keys" and probe.name not in PROBES and probe.only_part is None:
+        if probe.axes == "keys" and probe.name not in PROBES:  # files do not hold the function that would join it
             raise ProbeError(
                 f"{probe.name} is computed from sums over all queries, and this rank has only some of them.",
                 f"Leave it out, join the records with seen.reduce(group), and compute it from {RECEIVED.name!r}.",
