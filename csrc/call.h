@@ -181,8 +181,8 @@ void multihead_choose(int64_t set);                      // the set of the opera
 void multihead_choose_in_thread(int64_t set);            // and in this thread; -1 for that of the process
 // Add values to sums, counts and histograms per head, see summary.cpp.
 void multihead_summarise(const float *values, const uint8_t *counted, int64_t batch, int64_t heads, int64_t queries,
-                         int64_t first_bin, int64_t num_bins, double *totals, double *counts, int64_t *bins,
-                         int64_t threads);
+                         int64_t first_bin, int64_t num_bins, double *totals, double *counts, double *minima,
+                         double *maxima, int64_t *bins, int64_t threads);
 }
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

@@ -15,7 +15,7 @@ a census than in a record.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -227,7 +227,7 @@ class LayerSums(RunningSummary):
         rows = len(names) * self.num_heads
         self.sketch_of_all_rows = QuantileSketch.empty(rows)
         whole = self.sketch_of_all_rows
-        views = (each.split(self.num_heads) for each in (whole.total, whole.count, whole.bins))
+        views = (getattr(whole, each.name).split(self.num_heads) for each in fields(QuantileSketch))
         self.statistics = {name: QuantileSketch(*tensors) for name, *tensors in zip(names, *views, strict=True)}
         self.row_sums = StatisticSums.empty(rows)
         self.strongest = StrongestExamples.empty(rows, self.examples)
@@ -246,22 +246,21 @@ class LayerSums(RunningSummary):
             finite = flat.isfinite()
             num_nonfinite = (taken & ~finite).sum(-1)
             taken &= finite
+        whole = self.sketch_of_all_rows
         total, count = torch.zeros(2, len(flat), dtype=torch.float64)
-        QuantileSketch(total, count, self.sketch_of_all_rows.bins).add(flat[None], taken[None])
-        self.sketch_of_all_rows.total += total
-        self.sketch_of_all_rows.count += count
+        replace(whole, total=total, count=count).add(flat[None], taken[None])
+        whole.total += total
+        whole.count += count
         mean = total / count.clamp(min=1)
         left_out = ~taken
         deviation = (flat - mean[:, None]).masked_fill_(left_out, 0)  # float64
         squares = torch.linalg.vecdot(deviation, deviation)
         levels = torch.cat([self._chance_per_token(measured[each], like=values[0]) for each in self.statistics])
         about_chance = self._compare_with_chance(flat, levels, taken, total)
-        flat.masked_fill_(left_out, torch.inf)
-        minimum = flat.amin(-1).double()
+        extremes = [each.clone() for each in (whole.minimum, whole.maximum) if each is not None]
+        sums = StatisticSums(count.long(), num_nonfinite, mean, squares, *about_chance, *extremes)
+        self.row_sums = self.row_sums.merge(sums)
         flat.masked_fill_(left_out, -torch.inf)
-        maximum = flat.amax(-1).double()
-        of_batch = StatisticSums(count.long(), num_nonfinite, mean, squares, *about_chance, minimum, maximum)
-        self.row_sums = self.row_sums.merge(of_batch)
         self.strongest.add(flat.view(values.shape), batch, batch.drop_padding(measured[LARGEST_KEY.name].values))
 
     def _chance_per_token(self, measured: MeasuredStatistic, *, like: Tensor) -> Tensor:

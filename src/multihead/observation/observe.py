@@ -100,7 +100,7 @@ def observe(
     chosen = resolve_probes((*asked, *probes_of(kinds)))
     # What keys receive in several calls is added before a statistic is computed from it.
     summed = [PROBES[str(part)] for probe in chosen if probe.axes == "keys" for part in probe.parts]
-    chosen = resolve_probes((*chosen, *summed))
+    chosen = resolve_probes((*chosen, *summed)) if summed else chosen
     _check_options(keep, map_size, map_pool, chosen)
     record.statistics = {probe.name: probe for probe in chosen if probe.name not in PROBES} | record.statistics
     names = module_names(root)

@@ -222,7 +222,7 @@ class Probe(Statistic):
         found = {need for part in self.parts for need in part_named(part).needs}
         return frozenset("ids" if need == "sets" and self.tokens is not None else need for need in found)
 
-    @property
+    @cached_property
     def compares_tokens(self) -> bool:
         """Whether a part compares the token of a key with that of the query, so that they must be of one text."""
         return any(part_named(part).compares_tokens for part in self.parts)

@@ -617,11 +617,11 @@ class Sliceable(NamedTuple):
 
     def includes(self, name: PartName) -> bool:
         """Whether a part is valid."""
+        if self.any_part and self.first_key and self.positions:
+            return True
         part = part_named(name)
-        return (
-            self.any_part
-            and (self.first_key or not part.uses_first_key)
-            and (self.positions or not part.uses_positions)
+        return self.any_part and (
+            (self.first_key or not part.uses_first_key) and (self.positions or not part.uses_positions)
         )
 
 

@@ -359,7 +359,7 @@ def _read_running_summary(data: dict[str, Any], tensors: dict[str, Tensor], vers
     for name, parts in _checked_type(data["statistics"], dict, "the statistics").items():
         per_head = {
             part: _checked_tensor(tensors[parts[part]], (heads,), part, torch.float64)
-            for part in ("total", "count", *{"maximum"}.intersection(parts))
+            for part in ("total", "count", *{"minimum", "maximum"}.intersection(parts))
         }
         if version > 1:
             bins = {

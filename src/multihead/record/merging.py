@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.kernels.call import AttentionRequest
@@ -152,9 +154,17 @@ def _merge_sketches(ranks: Sequence[QuantileSketch], *, same_heads: bool) -> Qua
         torch.stack(tensors).sum(0) if same_heads else torch.cat(tensors)
         for tensors in zip(*((each.total, each.count, each.bins) for each in ranks), strict=True)
     )
-    largest = [each.maximum for each in ranks if each.maximum is not None]
-    maximum = None if not largest else torch.stack(largest).amax(0) if same_heads else torch.cat(largest)
-    return QuantileSketch(total, count, bins, maximum)
+    minima, maxima = ([getattr(each, name) for each in ranks] for name in ("minimum", "maximum"))
+    minimum = _merge_extremes(minima, torch.minimum if same_heads else None)
+    return QuantileSketch(total, count, bins, minimum, _merge_extremes(maxima, torch.maximum if same_heads else None))
+
+
+def _merge_extremes(ranks: Sequence[Tensor | None], choose: Callable[[Tensor, Tensor], Tensor] | None) -> Tensor | None:
+    """Join the extremes of ranks, (heads,) each: of the same heads by `choose`, of different heads without; or None."""
+    known = [each for each in ranks if each is not None]
+    if len(known) < len(ranks):
+        return None
+    return torch.cat(known) if choose is None else reduce(choose, known)
 
 
 def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:

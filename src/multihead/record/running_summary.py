@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from multihead.kernels.native import library
-from multihead.probes.choices import WITH_MAXIMUM
 from multihead.record.summaries import QUANTILE_OF_SUMMARY, MeasuredStatistic, SummaryName, check_summary_name
 
 MIN_BINNED_VALUE, MAX_BINNED_VALUE = 2.0**-30, 2.0**30
@@ -34,7 +33,7 @@ _SHIFT_AND_FIRST_BIN = {torch.int32: (17, (127 - 30) * 64 - 1), torch.int64: (46
 
 @dataclass(eq=False)
 class QuantileSketch:
-    """Sum, count and histogram of one statistic over the queries added so far.
+    """Sum, count, extremes and histogram of one statistic over the queries added so far.
 
     The bin of a value is given by the exponent and the first six mantissa bits of the floating-point number. So the
     ends of a bin differ by at most 1/64 of the value, and percentiles have errors of at most 1 %.
@@ -43,7 +42,8 @@ class QuantileSketch:
         total: (heads,) float64, sum of the values.
         count: (heads,) float64, number of values.
         bins: (heads, 2 * NUM_BINS) int64, number of values in each bin.
-        maximum: (heads,) float64, exact maximum, -inf without values; None if it is not recorded.
+        minimum: (heads,) float64, inf without values; None in a file of an earlier version.
+        maximum: (heads,) float64, -inf without values; None in a file of an earlier version.
 
     Source: DDSketch with linearly interpolated bins, arXiv:1908.10693.
     """
@@ -51,6 +51,7 @@ class QuantileSketch:
     total: Tensor
     count: Tensor
     bins: Tensor
+    minimum: Tensor | None = None
     maximum: Tensor | None = None
 
     @staticmethod
@@ -61,10 +62,11 @@ class QuantileSketch:
     @staticmethod
     def empty_list(count: int, heads: int) -> list[QuantileSketch]:
         """Create `count` sketches without values, which are views of shared tensors."""
-        sums = torch.zeros(2, count, heads, dtype=torch.float64)
+        total, number = torch.zeros(2, count, heads, dtype=torch.float64)
+        minimum, maximum = (torch.full_like(total, value) for value in (torch.inf, -torch.inf))
         # np.zeros uses calloc, so memory pages without values take neither time nor memory.
         bins = torch.from_numpy(np.zeros((count, heads, 2 * NUM_BINS), np.int64))
-        return [QuantileSketch(*each) for each in zip(*sums, bins, strict=True)]
+        return [QuantileSketch(*each) for each in zip(total, number, bins, minimum, maximum, strict=True)]
 
     @staticmethod
     def from_tensors(
@@ -72,21 +74,22 @@ class QuantileSketch:
         count: Tensor,
         bins: Tensor,
         negative_bins: Tensor | None = None,
+        minimum: Tensor | None = None,
         maximum: Tensor | None = None,
     ) -> QuantileSketch:
         """Create a sketch from the results of `tensors`."""
         below = torch.zeros_like(bins) if negative_bins is None else negative_bins
-        return QuantileSketch(total, count, torch.cat([below, bins], 1), maximum)
+        return QuantileSketch(total, count, torch.cat([below, bins], 1), minimum, maximum)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return copies of what a file stores, by name.
 
         `total` and `count`; `bins`, (heads, NUM_BINS), those of values from 0; `negative_bins`, the others, if some
-        value was negative; `maximum`, if it is recorded.
+        value was negative; `minimum` and `maximum`, if they are known.
         """
         below, above = self.bins.tensor_split(2, 1)
-        found = {"total": self.total, "count": self.count, "bins": above, "maximum": self.maximum}
-        found["negative_bins"] = below if bool(below.any()) else None
+        found = {"total": self.total, "count": self.count, "bins": above, "minimum": self.minimum}
+        found |= {"maximum": self.maximum, "negative_bins": below if bool(below.any()) else None}
         return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,13 +103,20 @@ class QuantileSketch:
             values: ([batch,] heads, queries), floating-point.
             counted: ([batch,] heads, queries) bool, which values to add.
         """
-        if self.maximum is not None:
-            largest = values.double().masked_fill(~counted, -torch.inf).transpose(0, -2).flatten(1)
-            self.maximum = torch.maximum(self.maximum, nn.functional.pad(largest, (1, 0), value=-torch.inf).amax(1))
+        assert self.minimum is not None
+        assert self.maximum is not None
         if values.dtype == torch.float32 and values.is_cpu and library.reason_of_absence() is None:
             first_bin = _SHIFT_AND_FIRST_BIN[torch.int32][1]
-            library.add_to_histograms(values, counted, first_bin, self.total, self.count, self.bins)
+            sums = self.total, self.count, self.minimum, self.maximum
+            library.add_to_histograms(values, counted, first_bin, *sums, self.bins)
             return
+        for extreme, choose, none in (
+            (self.minimum, torch.minimum, torch.inf),
+            (self.maximum, torch.maximum, -torch.inf),
+        ):
+            rows = values.double().masked_fill(~counted, none).transpose(0, -2).flatten(1)  # (heads, batch * queries)
+            rows = nn.functional.pad(rows, (1, 0), value=none)
+            choose(extreme, rows.amax(1) if none < 0 else rows.amin(1), out=extreme)
         heads, rest = len(self.total), (*range(values.dim() - 2), -1)
         # Multiplying the bits of a value by False sets it to 0, even NaN, and is 10 times faster than masked_fill.
         bits = _bits_as_integers(values) * counted
@@ -124,7 +134,10 @@ class QuantileSketch:
             return torch.where(self.count == 0, 0.0, self.maximum)
         wanted = share * (self.count - 1).clamp(min=0)
         place = (self.bins.cumsum(-1) <= wanted[:, None].floor()).sum(-1).clamp(max=2 * NUM_BINS - 1)  # (heads,)
-        value = torch.where(self.count == 0, 0.0, value_of_bin(place))
+        value = value_of_bin(place)
+        if self.minimum is not None and self.maximum is not None:  # the value of a bin may exceed those in it
+            value = value.maximum(self.minimum).minimum(self.maximum)
+        value = torch.where(self.count == 0, 0.0, value)
         return torch.where(self.total.isnan(), torch.nan, value)
 
 
@@ -154,14 +167,11 @@ class RunningSummary:
         self.num_samples += samples
         new = [name for name in measured if name not in self.statistics]
         self.statistics.update(zip(new, QuantileSketch.empty_list(len(new), self.num_heads), strict=True))
-        for probe in WITH_MAXIMUM:
-            if probe.name in new:
-                self.statistics[probe.name].maximum = torch.full((self.num_heads,), -torch.inf, dtype=torch.float64)
         for name, each in measured.items():
             self.statistics[name].add(each.values, each.counted)
 
     def summary(self, of: SummaryName, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return the summary `of` each statistic: name -> (heads,) float64; means are exact, others within 1 %."""
+        """Return the summary `of` each statistic: name -> (heads,) float64; quantiles are within 1 %."""
         check_summary_name(of)
         chosen = {name: each for name, each in self.statistics.items() if names is None or name in names}
         if of == "mean":

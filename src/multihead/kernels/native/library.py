@@ -142,9 +142,16 @@ def openmp_runtimes(maps: Path = MEMORY_MAP_OF_PROCESS) -> tuple[Path, ...] | No
 
 
 def add_to_histograms(
-    values: Tensor, counted: Tensor, first_bin: int, totals: Tensor, counts: Tensor, bins: Tensor
+    values: Tensor,
+    counted: Tensor,
+    first_bin: int,
+    totals: Tensor,
+    counts: Tensor,
+    minima: Tensor,
+    maxima: Tensor,
+    bins: Tensor,
 ) -> None:
-    """Add the values of a statistic to sums, counts and histograms per head, in place.
+    """Add the values of a statistic to sums, counts, extremes and histograms per head, in place.
 
     The second half of a histogram has the values from 0, whose bin is the exponent and the first 6 bits of the
     mantissa, as an integer, minus `first_bin`, clamped to the existing bins; NaN is in the last bin. The first half has
@@ -156,6 +163,8 @@ def add_to_histograms(
         first_bin: the integer of the first bin, see above.
         totals: (heads,) float64, the sums.
         counts: (heads,) float64, the numbers of values added.
+        minima: (heads,) float64, the smallest values; NaN stays.
+        maxima: (heads,) float64, the largest values; NaN stays.
         bins: (heads, bins) int64, the number of values in each bin, an even number of bins.
 
     Raises:
@@ -164,24 +173,24 @@ def add_to_histograms(
     import torch
 
     # The library receives addresses, so nothing but this check keeps it inside of the tensors.
-    heads, given = values.shape[-2:-1], (values, counted, totals, counts, bins)
+    heads, given = values.shape[-2:-1], (values, counted, totals, counts, minima, maxima, bins)
     fits = values.dim() in (2, 3) and values.shape == counted.shape
-    fits = fits and totals.shape == counts.shape == bins.shape[:-1] == heads
+    fits = fits and all(each.shape == heads for each in (*given[2:6], bins[..., 0]))
     fits = fits and bins.shape[-1] > 0 and bins.shape[-1] % 2 == 0
     fits = fits and tuple(each.dtype for each in given) == (
-        *(torch.float32, torch.bool, torch.float64, torch.float64, torch.int64),
+        *(torch.float32, torch.bool, *(torch.float64,) * 4, torch.int64),
     )
     if not (fits and all(each.is_cpu for each in given) and all(each.is_contiguous() for each in given[2:])):
         described = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in given)
         raise ArgumentError(
-            f"The values, which of them count, the sums, the counts and the histograms are {described}.",
-            "Give float32 and bool ([batch,] heads, queries), float64 (heads,) twice, and int64 (heads, bins) with an "
-            "even number of bins, on the CPU, the last three contiguous.",
+            f"The values, which of them count, the sums, the counts, the extremes and the histograms are {described}.",
+            "Give float32 and bool ([batch,] heads, queries), float64 (heads,) four times, and int64 (heads, bins), an "
+            "even number of bins, on the CPU, all but the first two contiguous.",
         )
     values, counted = values.contiguous(), counted.contiguous()
     batch = values.shape[0] if values.dim() == 3 else 1
     inputs = values.data_ptr(), counted.data_ptr(), batch, *values.shape[-2:]
-    addresses = totals.data_ptr(), counts.data_ptr(), bins.data_ptr()
+    addresses = (each.data_ptr() for each in given[2:])
     _library().functions["summarise"](*inputs, first_bin, bins.shape[1], *addresses, torch.get_num_threads())
 
 
@@ -208,7 +217,7 @@ _FUNCTION_SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "fastest_of_cpu": ((), _number),
     "tile_rows": ((_number,), _number),
     "tile_columns": ((_number,), _number),
-    "summarise": ((*(_pointer,) * 2, *(_number,) * 5, *(_pointer,) * 3, _number), None),
+    "summarise": ((*(_pointer,) * 2, *(_number,) * 5, *(_pointer,) * 5, _number), None),
     "schema": ((_number,), _text),
     "torch_functions": ((), _text),
     "register": ((_pointer,), _number),
