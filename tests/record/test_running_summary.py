@@ -56,7 +56,8 @@ def test_a_percentile_is_one_of_the_values_within_a_hundredth() -> None:
             for share in (0.0, 0.3, 0.5, 0.95, 1.0):
                 expected = numbers.double().quantile(share, dim=-1, interpolation="lower")
                 expected = expected.where(expected.abs() > MIN_BINNED_VALUE, 0.0)
-                torch.testing.assert_close(again.quantile(share), expected, rtol=0.0101, atol=0)
+                torch.testing.assert_close(again.quantile(share), expected, rtol=0.0101, atol=MIN_BINNED_VALUE)
+            assert torch.equal(again.quantile(1.0), numbers.double().amax(-1))
 
 
 def test_the_maximum_of_the_largest_score_is_exact_and_may_be_negative() -> None:
@@ -81,7 +82,7 @@ def test_the_smallest_the_largest_and_what_is_no_number_are_counted_too() -> Non
     assert int(sketch.bins.sum()) == 6
     assert sketch.quantile(0.5).isnan().tolist() == [False, True]
     assert float(sketch.quantile(0.5)[0]) == 0
-    assert float(sketch.quantile(1.0)[0]) == pytest.approx(MAX_BINNED_VALUE, rel=0.03)
+    assert float(sketch.quantile(1.0)[0]) == float(torch.tensor(1e30))
     assert torch.equal(QuantileSketch.empty(2).quantile(0.5), torch.zeros(2, dtype=torch.float64))
 
 
@@ -196,8 +197,6 @@ def test_a_text_alone_is_refused() -> None:
         'layers.0 was observed with keep="summary", so it has no single texts. '
         'Observe with keep="statistics" to keep each text.'
     )
-    with pytest.raises(ProbeError):
-        record.find(local=(0.5, None))
     with pytest.raises(ProbeError):
         record.nearest(0, 0)
 

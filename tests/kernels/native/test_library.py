@@ -233,6 +233,8 @@ class TestHistograms:
         "counted": torch.ones(2, 3, 5, dtype=torch.bool),
         "totals": torch.zeros(3, dtype=torch.float64),
         "counts": torch.zeros(3, dtype=torch.float64),
+        "minima": torch.full((3,), torch.inf, dtype=torch.float64),
+        "maxima": torch.full((3,), -torch.inf, dtype=torch.float64),
         "bins": torch.zeros(3, 8, dtype=torch.int64),
     }
 
@@ -250,6 +252,8 @@ class TestHistograms:
             ("totals", torch.zeros(3)),
             ("totals", torch.zeros(6, dtype=torch.float64)[::2]),
             ("counts", torch.zeros(1, dtype=torch.float64)),
+            ("minima", torch.zeros(3)),
+            ("maxima", torch.zeros(6, dtype=torch.float64)[::2]),
             ("bins", torch.zeros(2, 8, dtype=torch.int64)),
             ("bins", torch.zeros(3, 7, dtype=torch.int64)),
             ("bins", torch.zeros(3, 0, dtype=torch.int64)),
@@ -259,7 +263,7 @@ class TestHistograms:
     )
     def test_tensors_that_do_not_fit_are_rejected(self, name: str, wrong: torch.Tensor) -> None:
         given = {**self.GOOD, name: wrong}
-        with pytest.raises(ArgumentError, match=r"^The values, which of them count, the sums, the counts and the hist"):
+        with pytest.raises(ArgumentError, match=r"^The values, which of them count, the sums, the counts, the extr"):
             library.add_to_histograms(first_bin=0, **given)
 
     def test_strided_values_without_queries_or_samples_are_added(self) -> None:
@@ -271,3 +275,7 @@ class TestHistograms:
             expected = given["values"].double().sum((*range(len(shape) - 2), -1))
             torch.testing.assert_close(given["totals"], expected)
             assert int(given["bins"].sum()) == given["values"].numel()
+            if given["values"].numel():
+                by_head = given["values"].double().transpose(0, -2).flatten(1)
+                assert torch.equal(given["minima"], by_head.amin(1))
+                assert torch.equal(given["maxima"], by_head.amax(1))

@@ -175,7 +175,7 @@ def add_to_histograms(
     # The library receives addresses, so nothing but this check keeps it inside of the tensors.
     heads, given = values.shape[-2:-1], (values, counted, totals, counts, minima, maxima, bins)
     fits = values.dim() in (2, 3) and values.shape == counted.shape
-    fits = fits and all(each.shape == heads for each in (*given[2:6], bins[..., 0]))
+    fits = fits and {each.shape for each in given[2:6]} | {bins.shape[:-1]} == {heads}
     fits = fits and bins.shape[-1] > 0 and bins.shape[-1] % 2 == 0
     fits = fits and tuple(each.dtype for each in given) == (
         *(torch.float32, torch.bool, *(torch.float64,) * 4, torch.int64),
