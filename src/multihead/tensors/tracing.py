@@ -23,7 +23,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 # Functions of PyTorch, most of them private, looked up once because every attention call uses them.
-_is_compiling = torch.compiler.is_compiling
+_is_compiled_by_dynamo = torch.compiler.is_dynamo_compiling
 _innermost_transform = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
 _is_jit_tracing = torch._C._is_tracing  # noqa: SLF001
@@ -102,8 +102,9 @@ def has_tracer_or_mode() -> bool:
 
 def is_intercepted() -> bool:
     """Whether `has_tracer_or_mode()` or `is_transformed()` is True, in one fast check for every attention call."""
+    # Outside of Dynamo, torch.export runs code under its modes, so that the slower `is_compiling()` adds nothing.
     return (
-        _is_compiling()
+        _is_compiled_by_dynamo()
         or _count_dispatch_modes() > 0
         or _innermost_transform() is not None
         or _is_jit_tracing()

@@ -65,14 +65,13 @@ def attend(
     Returns:
         the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries), nats, and unused results.
     """
-    band = takes(q, k, v, arguments, around, scales)
-    if band is not None:
-        _, _, softcap, _, scale, _, _ = arguments
+    taken = takes(q, k, v, arguments, around, scales)
+    if taken is not None:
         try:
             if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-                return _DifferentiableOperator.apply(q, k, v, *band, scale, softcap)  # type: ignore[no-any-return, no-untyped-call]
+                return _DifferentiableOperator.apply(q, k, v, *taken)  # type: ignore[no-any-return, no-untyped-call]
             int8 = () if scales is None else (0, *scales)  # 0: no statistics
-            return _operator(q, k, v, *band, scale, softcap, *int8)  # type: ignore[no-any-return]
+            return _operator(q, k, v, *taken, *int8)  # type: ignore[no-any-return]
         except RuntimeError:  # an argument does not fit: a request is checked, and the error explains it
             pass
     return otherwise(q, k, v, arguments, around, context)
@@ -92,15 +91,14 @@ def measure(
     The arguments are those of `functional.statistics`, unchecked. `finish` computes the result from the logsumexp and
     the measured statistics, (batch, heads, queries) each; it returns None if they must be measured otherwise.
     """
-    found, band = None, takes(q, k, k, arguments, around)
-    if band is not None:
-        _, _, softcap, _, scale, _, _ = arguments
+    found, taken = None, takes(q, k, k, arguments, around)
+    if taken is not None:
         plain = (q.detach(), k.detach()) if _grad_enabled() and (q.requires_grad or k.requires_grad) else (q, k)
         try:
-            results = _operator(*plain, None, *band, scale, softcap, MEASURED_STATISTICS.requested_bits)
+            results = _operator(*plain, None, *taken, MEASURED_STATISTICS.requested_bits)
         except RuntimeError:  # as in `attend`
-            band = None
-    if band is not None:
+            taken = None
+    if taken is not None:
         found = finish(results[1], MEASURED_STATISTICS.name_results(*results[2:]))
     return otherwise(q, k, None, arguments, around, context) if found is None else found
 
@@ -131,12 +129,12 @@ def takes(
     arguments: AttentionArguments,
     around: Surroundings,
     scales: Int8Scales | None = None,
-) -> tuple[Tensor | None, int, int, int] | None:
-    """Decide whether the short operator takes a call; return its mask and query start as arguments of the operator.
+) -> tuple[Tensor | None, int, int, int, float | None, float | None] | None:
+    """Decide whether the short operator takes a call, and return the operator's arguments after q, k and v.
 
     Returns:
-        lengths (batch,) or None, how many keys before and after its position a query sees (-1: all), and query_start;
-        None if the call needs a plan.
+        lengths (batch,) or None, how many keys before and after its position a query sees (-1: all), query_start, scale
+        and softcap; None if the call needs a plan.
     """
     mask, bias, softcap, sinks, scale, dropout, query_start = arguments
     if bias is not None or sinks is not None or around.intercepted or around.listeners:
@@ -167,7 +165,7 @@ def takes(
         q.shape[2] > MAX_INT8_QUERIES or (_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     ):
         return None  # dequantising k and v once, which a planned call does, is faster
-    return lengths, before, after, query_start
+    return lengths, before, after, query_start, scale, softcap
 
 
 class _DifferentiableOperator(torch.autograd.Function):
