@@ -346,7 +346,9 @@ class Padding(NamedTuple):
         and `keys` the number of all keys.
         """
         if self.documents is not None:
-            return mask & self.documents
+            joined = mask & self.documents
+            object.__setattr__(joined, "band", None)  # documents are no band; said here, it is not computed per call
+            return joined
         if self.mask_of_all_ranks is not None:
             return mask & self.mask_of_all_ranks
         if keys is None:
