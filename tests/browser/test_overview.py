@@ -209,12 +209,12 @@ def test_names_that_every_object_has_are_names_like_any_other(opened: Opened) ->
     [
         ("banana", "No kind of head and no layer name contains “banana”."),
         ("L1 banana>5", ("There is no statistic “banana”. Recorded: entropy, effective keys, distance, spread, self, "
-         "previous, next, first, largest.")),
+         "previous, next, near, first, largest.")),
         ("induction>5", "“induction” was not recorded. Observe with probes= that include \"induction_mass\"."),
         ("Induction", "“induction” was not recorded. Observe with probes= that include \"induction_mass\"."),
         ("repeated_induction>50", ("“induction on random repeats” was not measured. It needs texts of repeated random "
          "tokens: look --textbook, or add_repeated in observation.textbook.")),
-        ("separator", "No head is of the kind “separator”."),
+        ("separator", "“separator” was not recorded. Observe with probes= that include \"separator_mass\"."),
         ("entropy", "“entropy” lacks a number, as in prev>40."),
         ("prev>", "“prev>” lacks a number, as in prev>40."),
     ],

@@ -111,20 +111,20 @@ def test_equal_largest_weights_take_the_first_key() -> None:
         assert merged.results(torch.full_like(like, 2.0).log())["largest_key"].item() == 5
 
 
-def test_a_position_is_that_of_the_subset_of_which_a_query_sees_a_key() -> None:
-    merged = measuring.MergedStatistics(frozenset({"position", "largest_key"}), torch.zeros(1, 1, 2))
-    lacks_first = torch.tensor([[[-torch.inf, 0.0]]])
-    for seen in (lacks_first, lacks_first.flip(-1)):
-        found = {
-            "position": torch.tensor([[[3.0, 4.0]]]).where(seen == 0, 0),
-            "largest_weight": seen.exp(),
-            "largest_key": torch.tensor([[[1, 2]]]).where(seen == 0, -1),
+def test_a_position_is_that_of_the_subsets_of_which_a_query_sees_a_key() -> None:
+    """The first query sees keys of the second subset, the second of the first, and the third of both."""
+    merged = measuring.MergedStatistics(frozenset({"position", "largest_key"}), torch.zeros(1, 1, 3))
+    for seen, keys in ((torch.tensor([False, True, True]), [0, 2, 1]), (torch.tensor([True, False, True]), [5, 0, 6])):
+        found: dict[PartName, torch.Tensor] = {
+            "position": torch.tensor([[[3.0, 4.0, 7.0]]]) * seen,
+            "largest_weight": seen[None, None].float(),
+            "largest_key": torch.tensor([[keys]]).where(seen, -1),
         }
-        merged.add(slice(0, 2), seen, found)
-    results = merged.results(torch.zeros(1, 1, 2))
+        merged.add(slice(0, 3), torch.where(seen, 0.0, -torch.inf)[None, None], found)
+    results = merged.results(torch.tensor([[[0.0, 0.0, 2.0]]]))
     assert {name: value[0, 0].tolist() for name, value in results.items()} == {
-        "position": [3, 4],
-        "largest_key": [1, 2],
+        "position": [3, 4, 7],
+        "largest_key": [5, 2, 1],
     }
 
 
