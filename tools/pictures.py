@@ -169,6 +169,7 @@ def views(page: Page, address: str, record: Record) -> None:
 
     shown("")
     page.hover(f"#grid a[href*='a=L{layer}H{head}&'], #grid a[href$='a=L{layer}H{head}']")
+    page.evaluate("scrollTo(0, 0)")  # pointing at the head may have scrolled
     taken(page, "viewer-heads")
     shown(f"{place}&q={query}&c=log")
     taken(page, "viewer-map")
