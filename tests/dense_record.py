@@ -103,7 +103,7 @@ class DenseSample:
 
     def measured(self) -> dict[str, MeasuredStatistic]:
         counts = {
-            name: queries_that_count(statistic(name).counted, self.sees, self.positions, self.num_keys, self.occurred)
+            name: queries_that_count(statistic(name), self.sees, self.positions, self.num_keys, self.occurred)
             for name in self.statistics
             if name not in ("received", "largest_key")
         }

@@ -6,8 +6,8 @@ measurements on disjoint keys combine. Kernels list the parts that they measure,
 `probes/lookups.py` measure the others, and each probe names the parts that it needs. Several probes share one pass over
 the attention weights, and a user-defined probe is as cheap as a built-in one.
 
-Tokens are numbered in the text of the query, from 0. A kernel numbers the keys of its call; whoever slices a text out
-of the call renumbers them there (`number_in_text`), before any probe reads them, and nobody does so later.
+The index of a token counts from the first token of its text. A kernel returns indices into the keys of its call; the
+code that slices a text out of the call converts them (`number_in_text`), before a probe reads them.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class StatisticsMeasurer:
         flat = distinct.flatten()
         where = sees, positions, num_keys, lambda: occurred_before(torch.arange(len(flat)), flat).view(real.shape)
         return {
-            probe.name: MeasuredStatistic(found[probe.name].cpu(), queries_that_count(probe.counted, *where))
+            probe.name: MeasuredStatistic(found[probe.name].cpu(), queries_that_count(probe, *where))
             for probe in probes
         }
 

@@ -30,7 +30,7 @@ from multihead.record.batch import SLICING_LOCK, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordContents, layer_profiles, texts_of
 from multihead.record.notebook import HeadList, number_with_noun
 from multihead.record.profiles import LayerProfile
-from multihead.record.sample import SampleRecord
+from multihead.record.sample import OwnStatistics, SampleRecord
 from multihead.record.summaries import SummaryName, check_summary_name
 from multihead.record.table import HeadTable, head_rows
 from multihead.record.texts import GrowingText, Text, describe_texts
@@ -626,8 +626,7 @@ class Record:
 
         # The functions of user-defined kinds may not be importable in another process.
         layers = [replace(layer, own_kinds=()) for layer in self.layers]
-        shown = {name: each.without_function() for name, each in self.statistics.items()}
-        sent = self._record_parts._replace(layers=layers, statistics=shown)
+        sent = self._record_parts._replace(layers=layers, statistics=OwnStatistics(self.statistics))
         found = gather_objects(sent, Ranks.of_mesh(group), to=to)
         if found is None:
             return None

@@ -160,7 +160,7 @@ class Recorder:
         )
         self._namer = LayerNamer(self.measurer.names, self.inputs)
         self._image_of_layer = cache(partial(text_of_patches, self.measurer.root))
-        self._latest_counted_offset = max((probe.counted_offset for probe in self.measurer.probes), default=0)
+        self._latest_counted_offset = max((probe.counted_offset or 0 for probe in self.measurer.probes), default=0)
         own = {probe.name: probe for probe in self.measurer.probes if probe.name not in PROBES}
         self._own_statistics = OwnStatistics(own)
 

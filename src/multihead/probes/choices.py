@@ -53,7 +53,7 @@ WATCHED = (ENTROPY, MEAN_DISTANCE, FIRST_MASS, LARGEST_WEIGHT, LARGEST_SCORE)
 """Statistics that `Watch` observes by default."""
 
 WITH_MAXIMUM = (LARGEST_SCORE,)
-"""Statistics of which `Watch` and a summary keep the exact maximum, because it limits a training step."""
+"""Statistics whose maximum `Watch` keeps in place of the mean, because it limits a training step."""
 
 FOCUS = ENTROPY
 """The statistic by which pages sort their tables at first, and whose lowest mean is the head that a page opens with and

@@ -100,9 +100,9 @@ class Statistic:
         return self
 
     @property
-    def counted_offset(self) -> int:
-        """The offset at which the text of a query needs a key, so that the query counts; 0 if none is needed."""
-        return int(self.counted.removeprefix(_OFFSET_RULE)) if self.counted.startswith(_OFFSET_RULE) else 0
+    def counted_offset(self) -> int | None:
+        """The offset at which the text of a query needs a key, so that the query counts; None if none is needed."""
+        return int(self.counted.removeprefix(_OFFSET_RULE)) if self.counted.startswith(_OFFSET_RULE) else None
 
     @property
     def heading(self) -> str:

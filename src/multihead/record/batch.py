@@ -367,9 +367,9 @@ class RecordedBatch:
         """Return each floating-point statistic and which queries count in its mean, (batch, heads, queries) each."""
         real, positions, num_keys = self.sample_spans.query_properties
         where = real & (self.logsumexp.cpu() != -torch.inf), positions, num_keys, self._occurred_before
-        rules = {probe.name: probe.counted for probe in self.probes}
+        by_name = {probe.name: probe for probe in self.probes}
         return {
-            name: MeasuredStatistic(value, queries_that_count(rules[name], *where))
+            name: MeasuredStatistic(value, queries_that_count(by_name[name], *where))
             for name, value in self.statistics.items()
             if value.is_floating_point()
         }
@@ -402,7 +402,7 @@ class RecordedBatch:
 
     def keep_statistics_counted_later(self) -> None:
         """Drop the statistics for which no query counts because of a key of a later call."""
-        later = {probe.name for probe in self.probes if probe.counted_offset > 0}
+        later = {probe.name for probe in self.probes if (probe.counted_offset or 0) > 0}
         self._statistics = {name: value for name, value in self.statistics.items() if name in later}
 
     @property

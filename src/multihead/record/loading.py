@@ -566,14 +566,13 @@ class _SampleReader:
         return found
 
     def read_statistics(self, queries: int, keys: int) -> dict[str, Tensor]:
-        found = {}
+        shapes: dict[PartAxes, tuple[int | None, ...]] = {
+            "queries": (self.heads, queries),
+            "keys": (self.heads, keys),
+            "map": (self.heads, None, None),
+        }
+        kinds, found = (torch.float32, torch.float64, torch.int64), {}
         for name, place in _checked_type(self.data["statistics"], dict, "the statistics").items():
-            shapes: dict[PartAxes, tuple[int | None, ...]] = {
-                "queries": (self.heads, queries),
-                "keys": (self.heads, keys),
-                "map": (self.heads, None, None),
-            }
-            kinds = (torch.float32, torch.float64, torch.int64)
             found[name] = _checked_tensor(self.tensors[place], shapes[statistic(name, self.own).axes], name, *kinds)
         return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -94,7 +95,7 @@ class QuantileSketch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle copies, because each view would be pickled with the whole tensor that all sketches share."""
-        return _sketch_of_tensors, (self.tensors(),)
+        return partial(QuantileSketch.from_tensors, **self.tensors()), ()
 
     def add(self, values: Tensor, counted: Tensor) -> None:
         """Add the values of queries, with the native library if it is available, else with tensors.
@@ -177,10 +178,6 @@ class RunningSummary:
         if of == "mean":
             return {name: each.total / each.count.clamp(min=1) for name, each in chosen.items()}
         return {name: each.quantile(QUANTILE_OF_SUMMARY[of]) for name, each in chosen.items()}
-
-
-def _sketch_of_tensors(tensors: dict[str, Tensor]) -> QuantileSketch:
-    return QuantileSketch.from_tensors(**tensors)
 
 
 def bin_of_value(values: Tensor) -> Tensor:

@@ -202,10 +202,12 @@ class SampleRecord:
         rows = torch.tensor([each.num_queries for each in self.segments])
         first, stop = (each.repeat_interleave(rows)[: len(positions)] for each in torch.tensor(ends).unbind(1))
         occurred = None if ids is None else partial(summaries.occurred_before, positions, ids)
-        rules = {name: statistic(name, self.own).counted for name in self.per_query}
         return {
             name: MeasuredStatistic(
-                value, summaries.queries_that_count(rules[name], sees, positions - first, stop - first, occurred)
+                value,
+                summaries.queries_that_count(
+                    statistic(name, self.own), sees, positions - first, stop - first, occurred
+                ),
             )
             for name, value in self.per_query.items()
             if value.is_floating_point()
@@ -213,7 +215,7 @@ class SampleRecord:
 
     def keep_statistics_counted_later(self) -> None:
         """Drop the statistics for which no query counts because of a key of a later call."""
-        later = {name for name in self._per_query if statistic(name, self.own).counted_offset > 0}
+        later = {name for name in self._per_query if (statistic(name, self.own).counted_offset or 0) > 0}
         self._per_query = {name: rows for name, rows in self._per_query.items() if name in later}
         self._per_key, self._maps = {}, {}
 

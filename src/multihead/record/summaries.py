@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError
+from multihead.probes.probe import Statistic
 
 SummaryName = Literal["mean", "median", "p95", "max"]
 QUANTILE_OF_SUMMARY = {"median": 0.5, "p95": 0.95, "max": 1.0}
@@ -74,12 +75,12 @@ def join_windows(windows: Sequence[Mapping[str, MeasuredStatistic]]) -> dict[str
 
 
 def queries_that_count(
-    rule: str, sees: Tensor, positions: Tensor, num_keys: int | Tensor, occurred: Callable[[], Tensor] | None
+    statistic: Statistic, sees: Tensor, positions: Tensor, num_keys: int | Tensor, occurred: Callable[[], Tensor] | None
 ) -> Tensor:
     """Return which queries count in the summary of a statistic.
 
     Args:
-        rule: `counted` of the statistic.
+        statistic: the statistic, whose `counted` is the rule.
         sees: ([batch,] heads, queries) bool, True for queries that see a key.
         positions: (queries,) or (batch, 1, queries) int64, position of each query among the keys.
         num_keys: number of keys, one number or a tensor like `positions`.
@@ -88,10 +89,10 @@ def queries_that_count(
     Returns:
         ([batch,] heads, queries) bool.
     """
-    if rule == "repeated":
+    if statistic.counted == "repeated":
         return sees if occurred is None else sees & occurred()
-    if rule != "all":
-        keys = positions + int(rule.removeprefix("offset "))
+    if statistic.counted_offset is not None:
+        keys = positions + statistic.counted_offset
         return sees & (keys >= 0) & (keys < num_keys)
     return sees
 
