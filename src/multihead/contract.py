@@ -79,7 +79,7 @@ def _calls() -> Iterator[Call]:
         "lengths": lengths,
         "no interval": masks.Window(64) | masks.Prefix(8),
     }
-    # PyTorch's fused kernels support float32 without grouped heads only.
+    # In float32 PyTorch's fused kernels take grouped heads only after k and v were repeated.
     for dtype, head_dim, kv_heads in ((torch.float32, 32, 4), (torch.bfloat16, 128, 2), (torch.float16, 20, 2)):
         for name, mask in kinds.items():
             yield Call(name, mask, dtype, head_dim, kv_heads)

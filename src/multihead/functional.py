@@ -145,8 +145,7 @@ def attention_with_logsumexp(
     options, around = (mask, bias, softcap, sinks, scale, dropout, query_start), find_surroundings()
     if kernel is not None:
         return _attend_by_plan(q, k, v, options, around, kernel)
-    output, logsumexp, *_ = short_call.attend(q, k, v, options, around, _attend_by_plan, None)
-    return output, logsumexp
+    return short_call.attend(q, k, v, options, around, _attend_by_plan, None, logsumexp=True)[:2]  # type: ignore[return-value]
 
 
 def _attend_by_plan(
@@ -438,7 +437,8 @@ def request_of(
     else:
         start = resolve_query_start(query_start, q, queries, keys, uses_positions=mask.uses_positions)
     wanted: frozenset[str] = frozenset()  # filled in by `attend` if there are listeners
-    around = find_surroundings() if around is None else around
+    if around is None:
+        around = find_surroundings()
     terms = (bias, softcap, sinks, dropout, wanted, origin, scales)
     return AttentionRequest(q, k, v, shape, mask, scale, start, *terms, None, around)
 

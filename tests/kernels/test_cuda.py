@@ -30,9 +30,8 @@ def drawn(queries: int, keys: int, *, dim: int, dtype: torch.dtype, heads: int =
 @pytest.mark.parametrize("call", contract.CALLS, ids=str)
 @pytest.mark.parametrize("kernel", ["flex", "sdpa"])
 def test_every_kernel_passes_the_contract(kernel: str, call: contract.Call) -> None:
-    """PyTorch's fused kernels take full and causal attention, in float32 without groups, and flex_attention all."""
-    grouped_float32 = call.dtype == torch.float32 and call.kv_heads < contract.HEADS
-    fused = call.name in ("full", "causal", "one query") and not grouped_float32
+    """PyTorch's fused kernels take full and causal attention, and flex_attention all."""
+    fused = call.name in ("full", "causal", "one query", "grouped heads", "sinks")
     assert contract.accepts(kernel, call, CUDA) == (kernel == "flex" or fused)
     if contract.accepts(kernel, call, CUDA):
         contract.check(kernel, call, CUDA)

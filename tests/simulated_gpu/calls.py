@@ -38,20 +38,33 @@ def attention_calls() -> dict[str, Callable[[], object]]:
     causal, window = masks.Causal(), masks.Causal() & masks.Window(64)
     lengths, documents = masks.Lengths((256, 100)), masks.Documents((100, 100, 56)) & causal
     padded = lengths & causal
+    bias, no_interval = drawn(1, 4, 256, 256), masks.Window(64) | masks.Prefix(8)
+    trained, trained_grouped = (each.detach().requires_grad_() for each in (q, grouped))
     return {
         "full": lambda: mh.attention(q, q, q),
         "causal": lambda: mh.attention(q, q, q, mask=causal),
         "causal, grouped heads": lambda: mh.attention(q, grouped, grouped, mask=causal),
         "one query": lambda: mh.attention(one, grouped, grouped),
+        "causal, with gradients": lambda: with_gradients(trained, trained),
+        "causal, grouped heads, with gradients": lambda: with_gradients(trained, trained_grouped),
+        "causal, with the logsumexp": lambda: mh.attention_with_logsumexp(q, q, q, mask=causal),
         "lengths": lambda: mh.attention(q, q, q, mask=lengths),
         "lengths, causal": lambda: mh.attention(q, q, q, mask=padded),
         "documents": lambda: mh.attention(q, q, q, mask=documents),
         "window": lambda: mh.attention(q, q, q, mask=window),
         "softcap": lambda: mh.attention(q, q, q, mask=causal, softcap=30.0),
+        "bias": lambda: mh.attention(q, q, q, mask=causal, bias=bias),
+        "no interval": lambda: mh.attention(q, q, q, mask=no_interval),
         "dropout": lambda: mh.attention(q, q, q, mask=causal, dropout=0.1),
         "float32, causal": lambda: mh.attention(single, single, single, mask=causal),
         "float32, causal, grouped heads": lambda: mh.attention(single, single_grouped, single_grouped, mask=causal),
     }
+
+
+def with_gradients(q: Tensor, k: Tensor) -> Tensor:
+    """Compute the forward pass of a causal call whose q, k and v require gradients."""
+    with torch.enable_grad():
+        return mh.attention(q, k, k, mask=masks.Causal())
 
 
 def statistics_calls() -> dict[str, Callable[[], object]]:
@@ -158,7 +171,7 @@ def main() -> None:
     with simulated_gpu():
         found = measure_all()
     for name, counts in found.items():
-        print(f"{name:34}", ", ".join(f"{kind} {number}" for kind, number in counts.items()))  # noqa: T201
+        print(f"{name:38}", ", ".join(f"{kind} {number}" for kind, number in counts.items()))  # noqa: T201
     if "--write" in sys.argv[1:]:
         rows = [f'  "{name}": {json.dumps(counts)}' for name, counts in found.items()]
         versions = f' "torch": "{torch.__version__.split("+")[0]}",\n "python": "{sys.version.split()[0]}",'

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import multihead
-from multihead.kernels import choose, flex
+from multihead.kernels import choose, flex, fused_on_cuda
 from multihead.kernels.plan import bounds
 from multihead.tensors import tracing
 from tests.simulated_gpu import operators
@@ -259,7 +259,7 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "_lazy_init": lambda: None,
-        "get_device_capability": lambda _=None: (PROPERTIES.major, PROPERTIES.minor),
+        "get_device_capability": lambda _=None: tuple(operators.CAPABILITY),
         "get_device_properties": lambda _=None: PROPERTIES,
         "is_current_stream_capturing": lambda: gpu.captured is not None,
         "synchronize": lambda _=None: None,
@@ -279,6 +279,7 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
     yield mock.patch.object(tracing, "_count_dispatch_modes", return_value=0)
     yield mock.patch.object(flex, "_is_triton_missing", return_value=False)
     yield mock.patch.object(flex, "_run_compiled_flex_attention", _run_flex)
+    yield mock.patch.object(fused_on_cuda, "scaled_dot_product_attention", _run_sdpa)
     plans = bounds.PlanCache(bounds.CACHE_BYTES)
     yield mock.patch.object(choose, "PLAN_CACHE", bounds.PlanCache(bounds.CACHE_BYTES))
     for module in (choose, bounds):
@@ -339,6 +340,23 @@ def _run_flex(q: Any, k: Any, v: Any, *, score_mod: Any, block_mask: Any, scale:
     finally:
         gpu.counts = counts
     return to_gpu(found)
+
+
+def _run_sdpa(
+    q: Any, k: Any, v: Any, mask: None, dropout: float, causal: bool, *, scale: float, enable_gqa: bool
+) -> Any:
+    """Call the operator that PyTorch's SDPA calls; a build for the CPU takes the math kernel for tensors on CUDA."""
+    # aten/src/ATen/native/transformers/attention.cpp, scaled_dot_product_attention: the switch over the choice
+    chosen = torch._fused_sdp_choice(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)
+    aten, with_logsumexp = torch.ops.aten, False
+    if chosen == operators.FLASH:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, scale=scale)[0]
+    if chosen == operators.CUDNN:
+        given = (q, k, v, None, with_logsumexp, dropout, causal)
+        return aten._scaled_dot_product_cudnn_attention(*given, scale=scale)[0]
+    assert chosen == operators.EFFICIENT
+    given = (q, k, v, None, with_logsumexp, dropout, causal)
+    return aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]
 
 
 def skip_where_not_simulated(*, module: bool = False) -> None:

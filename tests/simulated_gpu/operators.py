@@ -2,7 +2,9 @@
 
 Each function computes on CPU tensors and gets the arguments of the operator's schema by name. What is assumed:
 
-- `_fused_sdp_choice` chooses FlashAttention in half precision and the memory-efficient kernel in float32 (Q6).
+- `_fused_sdp_choice` chooses FlashAttention in half precision and the memory-efficient kernel in float32 (Q6), if the
+  user allows them, the card has them and they compute the tensors; else the math kernel.
+- The seed that an operator returns says which weights dropout dropped; the logsumexp is that before dropout.
 - A causal call of `_scaled_dot_product_*` is aligned at the start (the i-th query sees the i-th key last), a ragged one
   at the end of both sequences (Q4).
 - Keys and values outside of their sequence reach no output, whatever they hold (Q1), and get gradients of 0 (Q2).
@@ -23,60 +25,95 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MATH, FLASH, EFFICIENT = 0, 1, 2
+MATH, FLASH, EFFICIENT, CUDNN = range(4)
+CAPABILITY = [9, 0]  # compute capability of the GPU
 LOGSUMEXP_MULTIPLE = 32  # the memory-efficient kernel pads the logsumexp to a multiple of this number of queries
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def fused_sdp_choice(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> int:
-    grouped = query.shape[1] != key.shape[1]
-    if query.dtype in _HALF and attn_mask is None and query.shape[-1] <= 256:
-        return FLASH
-    return MATH if grouped else EFFICIENT
+def fused_sdp_choice(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **_: Any,
+) -> int:  # fmt: skip
+    # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, select_sdp_backend: the first of the order that is enabled
+    # and whose can_use_* is true.
+    state, given = torch._C, (query, key, value)
+    usable = {
+        MATH: lambda: True,
+        FLASH: lambda: state._get_flash_sdp_enabled() and attn_mask is None and _can_use_flash(*given, is_causal),
+        EFFICIENT: lambda: state._get_mem_efficient_sdp_enabled() and _can_use_efficient(*given),
+        CUDNN: lambda: state._get_cudnn_sdp_enabled() and query.dtype in _HALF and CAPABILITY >= [8, 0],
+    }
+    enabled = [kind for kind in state._get_sdp_priority_order() if kind != MATH or state._get_math_sdp_enabled()]
+    found = next((kind for kind in enabled if kind in usable and usable[kind]()), None)
+    if found is None:
+        raise RuntimeError("No available kernel. Aborting execution.")
+    return found
+
+
+def _can_use_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
+    # can_use_flash_attention: check_flash_attention_hardware_support, check_head_dim_size_flash, check_last_dim_stride,
+    # check_flash_causal_non_square_seqlens, check_tensor_dtype.
+    dims = {each.shape[-1] for each in (query, key, value)}
+    square = not causal or query.shape[2] == key.shape[2]
+    strides = all(each.stride(-1) == 1 for each in (query, key, value))
+    return query.dtype in _HALF and CAPABILITY >= [8, 0] and len(dims) == 1 and max(dims) <= 256 and square and strides
+
+
+def _can_use_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    # can_use_mem_efficient_attention: check_batch_size_and_num_heads without grouped heads, check_head_dim_size_mem_
+    # efficient (alignment of 4 float32 or 8 half-precision numbers), check_last_dim_stride, check_tensor_dtype.
+    given = (query, key, value)
+    aligned = all(each.shape[-1] % (4 if each.dtype == torch.float32 else 8) == 0 for each in given)
+    known = query.dtype in (torch.float32, torch.float16) or (query.dtype == torch.bfloat16 and CAPABILITY >= [8, 0])
+    return known and aligned and query.shape[1] == key.shape[1] and all(each.stride(-1) == 1 for each in given)
 
 
 # ---- calls of (batch, heads, length, head_dim)
 
 
 def flash(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, **_: Any
-) -> Any:
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, **_: Any,
+) -> Any:  # fmt: skip
     _check_layout(query, key, value)
-    output, logsumexp = _attend(query, key, value, _start_aligned(query, key, is_causal), scale)
+    hidden, seed = _start_aligned(query, key, is_causal), _new_seed(dropout_p)
+    output, logsumexp = _attend(query, key, value, hidden, scale, dropout_p, seed)
     logsumexp = _without_numbers_as_inf(logsumexp)
-    seed = torch.zeros(2, dtype=torch.int64)
     sizes = query.shape[2], key.shape[2]
-    return _tokens_first(output), logsumexp, None, None, *sizes, seed, seed[0], output[..., :0]
+    return _tokens_first(output), logsumexp, None, None, *sizes, seed, seed[:0], output[..., :0]
 
 
 def cudnn(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None, **_: Any
-) -> Any:
-    output, logsumexp = _attend(query, key, value, _start_aligned(query, key, is_causal), scale)
-    seed = torch.zeros((), dtype=torch.int64)
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, **_: Any,
+) -> Any:  # fmt: skip
+    hidden, seed = _start_aligned(query, key, is_causal), _new_seed(dropout_p)
+    output, logsumexp = _attend(query, key, value, hidden, scale, dropout_p, seed)
     sizes = query.shape[2], key.shape[2]
-    return _tokens_first(output), logsumexp[..., None], None, None, *sizes, seed, seed, output[..., :0]
+    return _tokens_first(output), logsumexp[..., None], None, None, *sizes, seed, seed[:0], output[..., :0]
 
 
 def efficient(
-    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None = None, is_causal: bool = False,
-    scale: float | None = None, **_: Any,
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, **_: Any,
 ) -> Any:  # fmt: skip
     assert attn_bias is None
     assert query.shape[1] == key.shape[1]
-    output, logsumexp = _attend(query, key, value, _start_aligned(query, key, is_causal), scale)
+    hidden, seed = _start_aligned(query, key, is_causal), _new_seed(dropout_p)
+    output, logsumexp = _attend(query, key, value, hidden, scale, dropout_p, seed)
     logsumexp = torch.nn.functional.pad(logsumexp, (0, -query.shape[2] % LOGSUMEXP_MULTIPLE), value=torch.inf)
-    seed = torch.zeros((), dtype=torch.int64)
-    return _tokens_first(output), logsumexp, seed, seed
+    return _tokens_first(output), logsumexp, seed, seed[:0]
 
 
 def fused_backward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool = False,
-    scale: float | None = None, **rest: Any,
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, philox_seed: Tensor,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, **rest: Any,
 ) -> Any:  # fmt: skip
     grad = rest["grad_out_"] if "grad_out_" in rest else rest["grad_out"]
     logsumexp = logsumexp[..., 0] if logsumexp.dim() == 4 else logsumexp[..., : query.shape[2]]
-    grads = _gradients(grad, query, key, value, out, logsumexp, _start_aligned(query, key, is_causal), scale)
+    hidden = _start_aligned(query, key, is_causal)
+    grads = _gradients(grad, query, key, value, out, logsumexp, hidden, scale, dropout_p, philox_seed)
     return (*grads, None) if "grad_input_mask" in rest else grads
 
 
@@ -169,32 +206,52 @@ def _cells_of_blocks(counts: Tensor, indices: Tensor, size: tuple[int, int], cel
 # ---- the definition
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float | None, dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
     scores = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return _softmax(scores if hidden is None else scores.masked_fill(hidden, -torch.inf), v, q.dtype)
+    scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+    return _softmax(scores, v, q.dtype, _kept_factors(scores, dropout, seed))
 
 
-def _softmax(scores: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _softmax(scores: Tensor, v: Tensor, dtype: torch.dtype, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return output and logsumexp (float32) of scores in which hidden keys have -inf; a row without keys is 0."""
     logsumexp = scores.logsumexp(-1)
     empty = (scores == -torch.inf).all(-1)
     weights = (scores - logsumexp[..., None]).exp().masked_fill(empty[..., None], 0.0)
+    weights = weights if kept is None else weights * kept
     return (weights @ v.float()).to(dtype), logsumexp
+
+
+def _new_seed(dropout: float) -> Tensor:
+    return torch.randint(1 << 30, (1,)) if dropout else torch.zeros(1, dtype=torch.int64)
+
+
+def _kept_factors(scores: Tensor, dropout: float, seed: Tensor | None) -> Tensor | None:
+    """Return the factors of the weights: 0 where dropped, else 1 / (1 - dropout); None without dropout."""
+    if not dropout:
+        return None
+    assert seed is not None
+    drawn = torch.rand(scores.shape, generator=torch.Generator().manual_seed(int(seed.flatten()[0])))
+    return (drawn >= dropout).float() / (1 - dropout)
 
 
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, logsumexp: Tensor, hidden: Tensor | None,
-    scale: float | None,
+    scale: float | None, dropout: float = 0.0, seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     factor, groups = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
     wide_k, wide_v = (each.float().repeat_interleave(groups, 1) for each in (k, v))
     scores = q.float() @ wide_k.mT * factor
     scores = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
     weights = (scores - logsumexp[..., None]).exp()
-    of_weights = grad.float() @ wide_v.mT - (grad.float() * output.float()).sum(-1, keepdim=True)
+    kept = _kept_factors(scores, dropout, seed)
+    kept = torch.ones(()) if kept is None else kept
+    of_weights = kept * (grad.float() @ wide_v.mT) - (grad.float() * output.float()).sum(-1, keepdim=True)
     of_scores = weights * of_weights * factor
-    dq, dk, dv = of_scores @ wide_k, of_scores.mT @ q.float(), weights.mT @ grad.float()
+    dq, dk, dv = of_scores @ wide_k, of_scores.mT @ q.float(), (weights * kept).mT @ grad.float()
     dk, dv = (each.unflatten(1, (-1, groups)).sum(2) for each in (dk, dv))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

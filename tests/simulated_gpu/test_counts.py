@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from multihead.kernels import sdpa
+from multihead.kernels import fused_on_cuda
 from tests.simulated_gpu import calls
 from tests.simulated_gpu.calls import FRAMES, attention_calls, count, count_frames, differences
 from tests.simulated_gpu.device import _FILE_OF_LIBRARY, Gpu, simulated_gpu, skip_where_not_simulated
@@ -51,13 +51,13 @@ class TestWhatIsPlantedIsSeen:
     @staticmethod
     def sentences(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], object]) -> list[str]:
         """What the table says of a causal call, in which the kernel also calls a function with q."""
-        attend = sdpa.attend
+        attend = fused_on_cuda.attend
 
-        def changed(request: Any, bounds: Any) -> Any:
-            change(request.q)
-            return attend(request, bounds)
+        def changed(q: Any, *given: Any, **options: Any) -> Any:
+            change(q)
+            return attend(q, *given, **options)
 
-        monkeypatch.setattr(sdpa, "attend", changed)
+        monkeypatch.setattr(fused_on_cuda, "attend", changed)
         call = attention_calls()["causal"]
         return differences({"causal": {**count(call), "frames": count_frames(call)}}, RECORDED["calls"])
 

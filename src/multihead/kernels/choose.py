@@ -26,6 +26,7 @@ from multihead.errors import ArgumentError
 from multihead.kernels import (
     flex,
     flops,  # noqa: F401 - the import registers the operator's FLOP formulas
+    fused_on_cuda,
     reference,
     sdpa,
 )
@@ -229,26 +230,30 @@ def drop_plans_at_end() -> Iterator[None]:
 
 def _cache_key(request: AttentionRequest) -> tuple[object, ...] | None:
     """Return the cache key of the plan of a call; None for calls without a cached plan, such as decoding steps."""
-    q, k, v = request.q, request.k, request.v
+    shape = request.shape
     if (
         request.surroundings.intercepted
-        or request.shape.device.type not in ("cpu", "cuda")
         # The number of keys is new in each decoding step, so a cached plan would not be used again.
-        or request.shape.query_length == 1
+        or shape.query_length == 1
         or request.bias is not None
         or request.sinks is not None
         or request.scales is not None
         or request.dropout
         or type(request.query_start) is not int
-        or not type(q) is type(k) is type(v) is Tensor
+        or not type(request.q) is type(request.k) is type(request.v) is Tensor
     ):
         return None
     mask = request.mask.cache_key()
     if mask is None:
         return None
-    native = library.reason_of_absence() or library.chosen_instruction_set().index
-    flags = request.softcap is None, request.qkv_need_gradient
-    return mask, request.shape, request.query_start, flags, native, tuple(map(id, KERNELS.values()))
+    if request.q.is_cpu:
+        state: object = library.reason_of_absence() or library.chosen_instruction_set().index
+    elif request.q.is_cuda:
+        state = fused_on_cuda.state_of_choice()
+    else:
+        return None
+    kernels = tuple(map(id, KERNELS.values()))
+    return mask, shape, request.query_start, request.softcap is None, request.qkv_need_gradient, state, kernels
 
 
 def choose_kernel(request: AttentionRequest, bounds: KeyBounds, *, kernel: str | None = None) -> KernelChoice:

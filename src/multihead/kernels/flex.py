@@ -34,7 +34,7 @@ from multihead.kernels.slow_paths import warn_of_slow_path
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import RelativeBias
 from multihead.scores.terms import add_sinks
-from multihead.tensors.tracing import constant_in_graphs, is_captured, is_intercepted
+from multihead.tensors.tracing import constant_in_graphs, is_captured, is_exporting, is_intercepted
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -65,7 +65,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return "it calls torch.compile, which torch.jit.trace, make_fx and FakeTensorMode cannot record"
     if _is_transformed():
         return "flex_attention does not support the transforms of torch.func"
-    if _is_exporting():
+    if is_exporting():
         return "an exported flex_attention would hold queries x keys wherever it is not compiled"
     if shape.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it computes float32, float16 and bfloat16, and the tensors are {str(shape.dtype).split('.')[-1]}"
@@ -401,11 +401,6 @@ def _missing_flex_requirement(device: torch.device) -> str | None:
 @cache
 def _is_triton_missing() -> bool:
     return find_spec("triton") is None
-
-
-@constant_in_graphs  # torch 2.11 evaluates is_exporting() to True in every graph
-def _is_exporting() -> bool:
-    return torch.compiler.is_exporting()
 
 
 @constant_in_graphs  # while a compiler traces a transform, that transform is active

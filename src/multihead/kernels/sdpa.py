@@ -8,8 +8,9 @@ of the logsumexp is an attention whose values are the keys. Value dims that diff
 which change no score; sinks multiply the output by sigmoid(L - sink), where L is the logsumexp of the row.
 
 On CUDA a call is computed if its mask is one rectangle of all queries: full or causal attention, a decoding step. This
-is decided from Python numbers, so that no call waits for a value of the device. Other masks would take several fused
-calls on CUDA, and flex_attention is faster than these.
+is decided from Python numbers, so that no call waits for a value of the device, and the kernel is the one that PyTorch
+chooses (`fused_on_cuda.py`). Other masks would take several fused calls on CUDA, and flex_attention is faster than
+these. Most of these calls need no plan, and are computed by `cuda_call.py`, before a request is made.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from multihead.kernels import fused
+from multihead.kernels import fused, fused_on_cuda
 from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
 from multihead.kernels.dense_tile import visibility_tensors, visible_cells, without_qkv, working_dtype
+from multihead.kernels.fused import has_supported_layout, with_supported_layout
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.plan.rectangles import Rectangle, cover_with_rectangles
 from multihead.kernels.proven import GpuPath
@@ -33,7 +35,7 @@ from multihead.scores.bias import bias_tile
 from multihead.scores.terms import add_sinks
 
 HANDLES_NONFINITE = False
-GPU_PATH = GpuPath("sdpa", ("kernels/sdpa.py", "kernels/fused.py"), in_use_before_rows=True)
+GPU_PATH = GpuPath("sdpa", ("kernels/sdpa.py", "kernels/fused_on_cuda.py"), in_use_before_rows=True)
 
 
 def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
@@ -43,7 +45,7 @@ def refusal(request: AttentionRequest, bounds: KeyBounds) -> str | None:
         return f"it calls PyTorch's fused kernels for the CPU and CUDA, and the tensors are on {device}"
     if request.surroundings.traced:
         return "it reads tensor values, which is impossible in a graph or a transform of torch.func"
-    if request.dropout:
+    if request.dropout and (device.type == "cpu" or request.dropout_slice is not None):
         return "PyTorch's fused kernels are called without dropout"
     if request.softcap is not None:
         return "PyTorch's fused kernels have no softcap"
@@ -56,18 +58,20 @@ def _refusal_on_cuda(request: AttentionRequest) -> str | None:
     """Return why PyTorch's fused kernels on CUDA do not compute a request, in one sentence, or None."""
     if request.bias is not None:
         return "PyTorch's fused CUDA kernels are called without a bias"
-    reason = fused.refusal_on_cuda(request.shape)
-    if reason is not None:
-        return reason
-    bounds = _bounds_on_cpu(request)
-    if bounds is None:
+    shape = request.shape
+    if shape.dtype not in fused_on_cuda.DTYPES:
+        return f"PyTorch has no fused CUDA kernel for {str(shape.dtype).split('.')[-1]}"
+    if max(shape.head_dim, shape.value_dim) > fused_on_cuda.MAX_HEAD_DIM:
+        return f"PyTorch's fused CUDA kernels support at most {fused_on_cuda.MAX_HEAD_DIM} columns a head"
+    if 0 in (shape.batch, shape.query_length, shape.key_length):
+        return "PyTorch's fused CUDA kernels need at least one sample, query and key"
+    if request.mask.band is None and _bounds_on_cpu(request) is None:
         return "the mask or query_start holds tensors, which are not read on CUDA"
-    rectangles = () if bounds.remainder is not None else cover_with_rectangles(bounds)
-    whole = (
-        len(rectangles) == 1 and rectangles[0].sample is None and rectangles[0].rows == (0, request.shape.query_length)
-    )
-    if not whole or rectangles[0].kind == "partial":
+    seen = _keys_on_cuda(request)
+    if seen is None:
         return "PyTorch's fused CUDA kernels have no such mask"
+    if _choose_on_cuda(request, *_tensors_on_cuda(request, seen, described=True), causal=seen[2]) is None:
+        return "no fused kernel of PyTorch that is switched on computes such tensors on this GPU"
     return None
 
 
@@ -76,6 +80,60 @@ def _bounds_on_cpu(request: AttentionRequest) -> KeyBounds | None:
     if isinstance(request.query_start, Tensor) or request.mask.holds_tensors:
         return None
     return bounds_of(request, "cpu")
+
+
+def _keys_on_cuda(request: AttentionRequest) -> tuple[int, int, bool] | None:
+    """Return the interval of keys that all queries see, and whether query i sees its first i + 1 keys; None if none."""
+    shape, band, first = request.shape, request.mask.band, request.query_start
+    if band is not None and band.lengths is None and not isinstance(first, Tensor):
+        return band.interval_of_queries(first, shape.query_length, shape.key_length)
+    bounds = _bounds_on_cpu(request)
+    rectangles = () if bounds is None or bounds.remainder is not None else cover_with_rectangles(bounds)
+    if len(rectangles) != 1 or rectangles[0].sample is not None or rectangles[0].kind == "partial":
+        return None
+    only = rectangles[0]
+    return (*only.columns, only.kind == "causal") if only.rows == (0, shape.query_length) else None
+
+
+def _tensors_on_cuda(
+    request: AttentionRequest, seen: tuple[int, int, bool], *, described: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v as the fused kernels read them: the keys that are seen, a supported layout, heads padded.
+
+    All but the memory-efficient kernel need equal widths, and all need multiples of 8. Zeros appended to q and k change
+    no score; zeros appended to v are cut off the output. If `described` is True, memory without values, which takes no
+    launch, stands for a tensor that would be copied.
+    """
+    shape, keys = request.shape, slice(seen[0], seen[1])
+    width = max(shape.head_dim, shape.value_dim)
+    width += -width % fused_on_cuda.HEAD_DIM_MULTIPLE
+    found = []
+    for tensor in (request.q, request.k[:, :, keys], request.v[:, :, keys]):
+        missing = width - tensor.shape[-1]
+        if described and (missing or not has_supported_layout(tensor)):
+            found.append(tensor.new_empty((*tensor.shape[:3], width), requires_grad=tensor.requires_grad))
+        else:
+            found.append(with_supported_layout(pad(tensor, (0, missing)) if missing else tensor))
+    return found[0], found[1], found[2]
+
+
+def _choose_on_cuda(
+    request: AttentionRequest, q: Tensor, k: Tensor, v: Tensor, *, causal: bool
+) -> fused_on_cuda.FusedCall | None:
+    """Return the fused call that PyTorch chooses for the tensors of `_tensors_on_cuda`."""
+    scale = request.scale if request.scale > 0 else 1.0
+    return fused_on_cuda.choose(q, k, v, causal=causal, dropout=request.dropout, scale=scale)
+
+
+def _attend_on_cuda(request: AttentionRequest) -> tuple[Tensor, Tensor]:
+    """Compute a request whose queries see one interval of keys: output and logsumexp."""
+    seen = _keys_on_cuda(request)
+    assert seen is not None  # such a request is refused
+    q, k, v = _tensors_on_cuda(request, seen)
+    call = _choose_on_cuda(request, q, k, v, causal=seen[2])
+    assert call is not None
+    output, logsumexp = fused_on_cuda.attend(q, k, v, call, logsumexp=True)
+    return output, logsumexp
 
 
 def _rectangles_of(request: AttentionRequest, bounds: KeyBounds) -> tuple[Rectangle, ...]:
@@ -95,24 +153,30 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     if request.scale <= 0:
         # The fused kernel adds -inf before it scales: -inf * 0 is NaN, and -inf * -1 would show only hidden keys.
         request = replace(request, q=request.q * request.scale, scale=1.0)
-    cover = _RectangleCover(request, bounds, _rectangles_of(request, bounds))
-    # The fused kernels need equal dims, on CUDA multiples of 8. Zeros appended to q and k change no score; zeros
-    # appended to v are cut off the output.
-    width = max(request.shape.head_dim, request.shape.value_dim)
-    width += -width % 8 if request.shape.device.type == "cuda" else 0
-    q, k, v = (
-        fused.with_supported_layout(tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1])))
-        for tensor in (request.q, request.k, request.v)
-    )
-    if request.qkv_need_gradient:
-        output, logsumexp = _FusedRectangles.apply(q, k, v, cover)  # type: ignore[no-untyped-call]
+    if request.shape.device.type == "cuda":
+        output, logsumexp = _attend_on_cuda(request)
     else:
-        output, logsumexp = _attend_rectangles(q, k, v, cover)
-    if width > request.shape.value_dim:
+        output, logsumexp = _attend_on_cpu(request, bounds)
+    if output.shape[-1] > request.shape.value_dim:
         output = output[..., : request.shape.value_dim]
     if request.sinks is not None:
         output, logsumexp = add_sinks(output, logsumexp, request.sinks)
     return AttentionResult(output, logsumexp)
+
+
+def _attend_on_cpu(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, Tensor]:
+    """Compute the output, with as many columns as the wider of q and v, and the logsumexp."""
+    cover = _RectangleCover(request, bounds, _rectangles_of(request, bounds))
+    # The fused kernel needs equal dims. Zeros appended to q and k change no score; zeros appended to v are cut off the
+    # output.
+    width = max(request.shape.head_dim, request.shape.value_dim)
+    q, k, v = (
+        with_supported_layout(tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1])))
+        for tensor in (request.q, request.k, request.v)
+    )
+    if request.qkv_need_gradient:
+        return _FusedRectangles.apply(q, k, v, cover)  # type: ignore[no-any-return, no-untyped-call]
+    return _attend_rectangles(q, k, v, cover)
 
 
 def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:

@@ -89,6 +89,27 @@ class Band(NamedTuple):
         stop = min(position + after + 1, keys) if after >= 0 else keys
         return (start, stop) if start < stop else (0, 0)
 
+    def interval_of_queries(self, first: int, queries: int, keys: int) -> tuple[int, int, bool] | None:
+        """Return the one interval [start, stop) of keys that queries at the positions from `first` on see.
+
+        The third value is whether query i sees the first i + 1 keys of it, and not all. None if the queries see other
+        intervals, if they see no key, or if `lengths` is not None.
+
+        >>> Band(keys_after=0).interval_of_queries(0, queries=3, keys=5), Band().interval_of_queries(0, 3, keys=5)
+        ((0, 3, True), (0, 5, False))
+        """
+        lengths, before, after = self
+        if lengths is not None:
+            return None
+        if queries == 1:
+            start, stop = self.interval_of_query(first, keys)
+            return (start, stop, False) if start < stop else None
+        if before >= 0 and before < first + queries - 1:
+            return None
+        if after < 0 or first + after + 1 >= keys:
+            return 0, keys, False
+        return (0, queries, True) if after == first == 0 and queries <= keys else None
+
 
 _PytreeContext: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, object], ...]]"
 

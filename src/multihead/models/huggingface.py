@@ -142,7 +142,7 @@ def transformers_attention(
     if output_attentions.are_weights_wanted(options):
         reject_split_sequence("output_attentions=True", "Compute the weights outside, from all tokens.")
         request = _request_of_call(*call, (module, attention_mask))
-        output, logsumexp, *_ = short_call.attend(*call, _attend_request, request)
+        output, logsumexp, *_ = short_call.attend(*call, _attend_request, request, logsumexp=True)
         weights = output_attentions.weights_of(request, logsumexp)
     else:
         output = short_call.attend(*call, _attend_by_plan, (module, attention_mask))[0]

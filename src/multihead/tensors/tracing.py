@@ -119,6 +119,12 @@ def is_transformed() -> bool:
     return _innermost_transform() is not None
 
 
+@constant_in_graphs  # torch 2.11 evaluates is_exporting() to True in every graph
+def is_exporting() -> bool:
+    """Whether torch.export records this code."""
+    return torch.compiler.is_exporting()
+
+
 def is_jit_traced() -> bool:
     """Whether torch.jit.trace runs this code."""
     return not torch.compiler.is_compiling() and bool(_is_jit_tracing())

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from multihead.kernels import head_changes, sequence_split
+from multihead.kernels import cuda_call, head_changes, sequence_split
 from multihead.kernels.call import AttentionArguments, AttentionRequest, Surroundings
 from multihead.kernels.choose import KERNELS, PYTORCH_SPEEDUPS, is_kernel_added
 from multihead.kernels.native import kernel, library
@@ -57,13 +57,17 @@ def attend(
     otherwise: Planned[Context, tuple[Tensor, ...]],
     context: Context,
     scales: Int8Scales | None = None,
+    *,
+    logsumexp: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Compute a call by the short operator, or by `otherwise` if the operator does not take it.
+    """Compute a call by the short operator, on CUDA by a kernel of PyTorch, or by `otherwise` if neither takes it.
 
-    The arguments are those of `functional.attention`, unchecked; `scales` are the factors of int8 k and v.
+    The arguments are those of `functional.attention`, unchecked; `scales` are the factors of int8 k and v. `logsumexp`
+    is whether the caller needs more than the output.
 
     Returns:
-        the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries), nats, and unused results.
+        the output (batch, heads, queries, value_dim), the logsumexp (batch, heads, queries), nats, and unused results;
+        perhaps the output alone if `logsumexp` is False.
     """
     taken = takes(q, k, v, arguments, around, scales)
     if taken is not None:
@@ -74,6 +78,10 @@ def attend(
             return _operator(q, k, v, *taken, *int8)  # type: ignore[no-any-return]
         except RuntimeError:  # an argument does not fit: a request is checked, and the error explains it
             pass
+    elif type(q) is Tensor and q.is_cuda and scales is None:
+        found = cuda_call.attend(q, k, v, arguments, around, logsumexp=logsumexp)
+        if found is not None:
+            return found
     return otherwise(q, k, v, arguments, around, context)
 
 
