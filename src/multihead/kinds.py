@@ -63,6 +63,7 @@ _SENTENCES_OF_LARGEST = {  # of a kind whose share is one of what an even spread
     },
     "brief": {"en": "{label}, {share} of an even spread", "zh": "{label}，均匀分布时的 {share}"},
 }
+_NOUN = {"en": "a head of the kind “{label}”", "zh": "“{label}”类的头"}
 _DEFINITIONS = {
     "en": "{rules} (“{statistic}”).",
     "zh": "{rules}（“{statistic}”）。",
@@ -101,6 +102,8 @@ class Kind:
             {first}, {separator} and {after_start} (" after “<s>”", the start token of repeated random tokens); by
             default with the label and the share.
         brief: language -> short form of `sentence`, with the same default.
+        noun: language -> what a head of the kind is called in a sentence, such as "an induction head"; by default with
+            the label.
         glyph: an icon of the attention pattern, as the `d` of an SVG path on 12 x 12 units.
         colour: colours on light and on dark pages, "#rrggbb" each.
         needs: what measuring the kind needs, for the message if it is missing; by default its statistic.
@@ -129,6 +132,7 @@ class Kind:
     about: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
     sentence: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
     brief: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
+    noun: TextByLanguage = field(default_factory=dict, kw_only=True, repr=False, hash=False)
     glyph: str = field(default="M1 1h10v10h-10z", kw_only=True, repr=False)
     colour: tuple[str, str] = field(default=("#55565E", "#AEB1B7"), kw_only=True, repr=False)
     needs: str = field(default="", kw_only=True, repr=False)
@@ -176,6 +180,10 @@ class Kind:
     def label(self, lang: str) -> str:
         """Return the label of the kind on pages, in a language."""
         return _in_language(self.labels, lang) or self.name.replace("_", " ")
+
+    def noun_phrase(self, lang: str) -> str:
+        """Return what a head of the kind is called in a sentence, in a language: "an induction head"."""
+        return _in_language(self.noun, lang) or _in_language(_NOUN, lang).format(label=self.label(lang))
 
     def definition(self, lang: str) -> str:
         """Return the definition of the kind in a language."""
@@ -302,6 +310,7 @@ KINDS: tuple[Kind, ...] = (
             "en": "{share} on the previous token (chance {chance})",
             "zh": "{share} 落在前一个词元上（随机水平 {chance}）",
         },
+        noun={"en": "a previous-token head", "zh": "前一词元头"},
         glyph="M0 4h4v4h4v4h-4v-4h-4z",
         colour=("#C8501E", "#FF8A57"),
     ),
@@ -324,6 +333,7 @@ KINDS: tuple[Kind, ...] = (
             "en": "{share} on the next token (chance {chance})",
             "zh": "{share} 落在后一个词元上（随机水平 {chance}）",
         },
+        noun={"en": "a next-token head", "zh": "后一词元头"},
         glyph="M4 0h4v4h4v4h-4v-4h-4z",
         colour=("#A06F00", "#E9B646"),
     ),
@@ -346,6 +356,7 @@ KINDS: tuple[Kind, ...] = (
             "en": "{share} on the query’s own token (chance {chance})",
             "zh": "{share} 落在自身上（随机水平 {chance}）",
         },
+        noun={"en": "a self-token head", "zh": "自身词元头"},
         glyph="M0 0h4v4h4v4h4v4h-4v-4h-4v-4h-4z",
         colour=("#B0407E", "#F08CC0"),
     ),
@@ -368,6 +379,7 @@ KINDS: tuple[Kind, ...] = (
             "en": "{share} on the first token (chance {chance})",
             "zh": "{share} 落在首词元上（随机水平 {chance}）",
         },
+        noun={"en": "a first-token head", "zh": "首词元头"},
         glyph="M0 0h4v12h-4z",
         colour=("#0072B2", "#5BB8F5"),
     ),
@@ -389,6 +401,7 @@ KINDS: tuple[Kind, ...] = (
             "en": "{share} on {separator} (chance {chance})",
             "zh": "{share} 落在{separator}上（随机水平 {chance}）",
         },
+        noun={"en": "a separator head", "zh": "分隔符头"},
         glyph="M8 0h4v12h-4z",
         colour=("#5B4FB0", "#AC9FFF"),
     ),
@@ -410,6 +423,7 @@ KINDS: tuple[Kind, ...] = (
             "en": "{share} on earlier copies of the query’s token (chance {chance})",
             "zh": "{share} 落在先前的相同词元上（随机水平 {chance}）",
         },
+        noun={"en": "a duplicate-token head", "zh": "重复词元头"},
         glyph="M0 5h3v3h-3zM4.5 5h3v3h-3zM9 5h3v3h-3z",
         colour=("#3A7D8C", "#6FC3D3"),
     ),
@@ -431,6 +445,7 @@ KINDS: tuple[Kind, ...] = (
             "en": "{share} on what followed the same token before (chance {chance})",
             "zh": "{share} 落在相同词元先前的后一个上（随机水平 {chance}）",
         },
+        noun={"en": "an induction head", "zh": "归纳头"},
         glyph="M0 8h4v4h-4zM4 4h4v4h-4zM8 0h4v4h-4z",
         colour=("#8A4FA8", "#CF9BEF"),
     ),
@@ -446,6 +461,7 @@ KINDS: tuple[Kind, ...] = (
             "en": "At least {at_least} of the attention is within {reach} tokens of the query, and {above_chance} beyond chance.",
             "zh": "距查询 {reach} 个词元以内的权重占比不低于 {at_least}，且比随机水平高出至少 {above_chance}。",
         },
+        noun={"en": "a local head", "zh": "局部头"},
         glyph="M0 0h6v3h3v3h3v6h-6v-3h-3v-3h-3z",
         colour=("#00805F", "#4FD1A5"),
     ),
@@ -461,6 +477,7 @@ KINDS: tuple[Kind, ...] = (
             "en": "The entropy is at least {of_largest} of its largest possible value, the mean of ln(number of keys that a query sees).",
             "zh": "熵不低于可能最大值的 {of_largest}；最大值是 ln(查询可见的键数) 的平均。",
         },
+        noun={"en": "a broad head", "zh": "分散头"},
         glyph="M0 0h3v3h-3zM4.5 0h3v3h-3zM9 0h3v3h-3zM0 4.5h3v3h-3zM4.5 4.5h3v3h-3zM9 4.5h3v3h-3zM0 9h3v3h-3zM4.5 9h3v3h-3zM9 9h3v3h-3z",
         colour=("#6A7682", "#9AA7B4"),
     ),

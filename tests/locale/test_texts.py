@@ -188,7 +188,7 @@ def test_no_document_describes_a_map_by_how_dark_it_is(page: Path) -> None:
 
 def test_every_kind_has_its_texts_in_each_language_with_the_same_placeholders() -> None:
     for kind in (*KINDS, MIXED):
-        for words in (kind.labels, kind.about, kind.sentence, kind.brief):
+        for words in (kind.labels, kind.about, kind.sentence, kind.brief, kind.noun):
             assert tuple(words) in (LANGUAGES, ())
             if words:
                 english, chinese = (words[lang] for lang in LANGUAGES)

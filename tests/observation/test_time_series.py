@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 
+from multihead import probes
 from multihead.errors import ArgumentError, InputError
+from multihead.kinds import KINDS, Kind
 from multihead.observation.time_series import TimeSeries
 from multihead.probes.probe import Statistic
 
@@ -21,6 +24,48 @@ def series() -> TimeSeries:
         made.append(step, "a", 0, {"entropy": [1.0 + step, 2.0], "mine": [0.5, step / 4]}, shown)
         made.append(step, "b", 1, {"mine": [3.0]} if step == 10 else {"entropy": [4.0], "mine": [3.0]}, shown)
     return made
+
+
+OWN = Kind(
+    "own",
+    probes.offset_mass(-2),
+    above_chance=None,
+    at_least=0.5,
+    rank=1,
+    finding=None,
+    labels={"en": "its own", "zh": "自身的"},
+    about={"en": "At least {at_least} {{so}}."},
+    glyph="M0 0h2v2z",
+    colour=("#123456", "#ABCDEF"),
+)
+
+
+def series_with_kinds() -> TimeSeries:
+    """Two steps of two layers, of which layer 1 did not run at step 10; head 1 of layer 0 becomes two kinds."""
+    made = TimeSeries(watched_kinds=(*KINDS, OWN))
+    shown = {OWN.statistic: Statistic(OWN.statistic, number_format="share")}
+    means = {"first_mass": [0.5, 0.75], OWN.statistic: [0.25, 0.5]}
+    made.append(0, "a", 0, means, shown, kinds=[["mixed"], ["mixed"]])
+    made.append(0, "b", 1, {"entropy": [1.0]}, kinds=[["broad"]])
+    made.append(10, "a", 0, means, shown, kinds=[["mixed"], ["own", "first"]])
+    return made
+
+
+def test_kinds_have_an_item_per_step_and_are_a_column_of_the_rows() -> None:
+    made = series_with_kinds()
+    assert made.kinds(layer=0) == [(("mixed",), ("mixed",)), (("mixed",), ("own", "first"))]
+    assert made.kinds(layer=1) == [(("broad",),), None]
+    assert made.kinds_of_all_heads() == [[("mixed",), ("mixed",), ("broad",)], [("mixed",), ("own", "first"), ()]]
+    assert [row["kind"] for row in made.rows()] == ["mixed", "mixed", "broad", "mixed", "own+first"]
+    assert repr(made).startswith("<TimeSeries of 2 steps, 2 layers, 14 kinds, first_mass, ")
+    assert "<td>own+first</td>" in made._repr_html_()
+    with pytest.raises(ArgumentError) as caught:
+        made.kinds(layer=7)
+    assert str(caught.value) == "There are no kinds of the heads of layer 7. Give a layer of 0, 1."
+    with pytest.raises(ArgumentError) as caught:
+        series().kinds(layer=0)
+    sentence = "There are no kinds of the heads of layer 0. Watch them: mh.Watch(model, kinds=True)."
+    assert str(caught.value) == sentence
 
 
 def test_values_have_a_row_per_step_and_nan_where_nothing_was_measured() -> None:
@@ -59,6 +104,61 @@ def test_a_saved_series_is_loaded_as_it_was(tmp_path: Path) -> None:
     assert repr(loaded) == "<TimeSeries of 3 steps, 2 layers, entropy, mine>"
 
 
+def test_a_saved_series_has_the_kinds_and_the_texts_of_ones_own(tmp_path: Path) -> None:
+    made = series_with_kinds()
+    made.save(tmp_path / "heads.safetensors")
+    loaded = TimeSeries.load(tmp_path / "heads.safetensors")
+    assert loaded.watched_kinds[:-1] == KINDS
+    own = loaded.watched_kinds[-1]
+    for lang in ("en", "zh"):
+        assert (own.label(lang), own.noun_phrase(lang)) == (OWN.label(lang), OWN.noun_phrase(lang))
+        assert own.definition(lang) == OWN.definition(lang) == "At least 50\u00a0% {so}."
+    names = ("name", "statistic", "at_least", "above_chance", "of_largest", "rank", "finding", "glyph", "colour")
+    assert [getattr(own, name) for name in names] == [getattr(OWN, name) for name in names]
+    assert (loaded.rows(), loaded.changes(), repr(loaded)) == (made.rows(), made.changes(), repr(made))
+
+
+def test_a_series_without_kinds_has_the_file_of_earlier_versions(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    series().save(tmp_path / "heads.safetensors")
+    with safe_open(tmp_path / "heads.safetensors", "numpy") as opened:
+        assert opened.metadata()["version"] == "1"
+        assert sorted(opened.keys()) == ["entropy/0", "entropy/1", "mine/0", "mine/1", "steps"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"combinations": '[["mixed"], ["verbs"]]'}, "the kinds verbs are not described"),
+        ({"combinations": '[["mixed"]]'}, "kind/0 has other numbers than those of kinds"),
+        ({"kinds": "own.glyph"}, "The glyph of own is '<script>'"),
+        ({"kinds": "own.at_least"}, "The thresholds of the kind own are"),
+        ({"steps": "[[0]]"}, "kind/0 does not fit the steps, layers and heads"),
+    ],
+)
+def test_a_file_with_damaged_kinds_is_rejected(tmp_path: Path, changed: dict[str, str], sentence: str) -> None:
+    from safetensors import safe_open
+    from safetensors.numpy import save_file
+
+    file = tmp_path / "heads.safetensors"
+    series_with_kinds().save(file)
+    with safe_open(file, "numpy") as opened:
+        header, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    for name, value in changed.items():
+        if name == "steps":
+            tensors["kind/0"] = tensors["kind/0"][:1]
+        elif name == "kinds":
+            described = json.loads(header["kinds"])
+            described[-1][value.removeprefix("own.")] = "<script>"
+            header["kinds"] = json.dumps(described)
+        else:
+            header[name] = value
+    save_file(tensors, file, header)
+    with pytest.raises(InputError, match=f"is damaged: .*{sentence}"):
+        TimeSeries.load(file)
+
+
 def test_a_file_of_another_kind_or_a_damaged_one_is_rejected(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
@@ -66,8 +166,9 @@ def test_a_file_of_another_kind_or_a_damaged_one_is_rejected(tmp_path: Path) -> 
     with pytest.raises(InputError, match=r"^There is no file"):
         TimeSeries.load(file)
     save_file({"steps": np.zeros(2)}, file)
-    with pytest.raises(InputError, match="is not a time series of heads"):
+    with pytest.raises(InputError) as caught:
         TimeSeries.load(file)
+    assert str(caught.value) == f"{str(file)!r} is not a time series of heads. Give a file that TimeSeries.save wrote."
     series().save(file)
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(InputError, match="is damaged"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,71 @@ def test_the_numbers_are_those_of_the_weights() -> None:
     np.testing.assert_allclose(watch.series.values("entropy", layer=0), entropy[None], atol=1e-5)
 
 
+class Reader(nn.Module):
+    """A causal layer over embedded tokens, which copies the embeddings of the tokens before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(20, 16), nn.Embedding(32, 16)
+        self.layer = mh.MultiHeadAttention(embed_dim=16, num_heads=2)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.tokens(input_ids) + self.places.weight[: input_ids.shape[1]]
+        return self.layer(x, mask=mh.masks.Causal())
+
+
+def test_a_watch_stores_the_kinds_that_a_record_of_the_same_step_has() -> None:
+    torch.manual_seed(0)
+    model = Reader()
+    with torch.no_grad():  # head 0 looks at the first place, head 1 spreads evenly
+        model.places.weight[0].mul_(40)
+        model.layer.q_proj.weight[8:] = 0
+        model.layer.q_proj.bias[8:] = 0
+    watch = mh.Watch(model, every=1, kinds=True, special_ids=[3])
+    ids = torch.randint(20, (5, 32))
+    unwatched = model(ids)
+    with mh.observe(model, probes=watch.probes, special_ids=[3], keep="statistics") as seen:
+        model(ids)
+    with watch:
+        watched = model(ids)
+    kinds = seen.layers[0].kinds
+    assert watch.series.kinds(layer=0) == [kinds]
+    assert "broad" in kinds[1]
+    heads = [name for of_head in kinds for name in of_head]
+    counts = {name: number for name, number in watch.numbers.items() if name.startswith("heads/kind/")}
+    assert counts == {f"heads/kind/{each.name}": heads.count(each.name) for each in watch.kinds}
+    assert torch.equal(watched, unwatched)
+
+
+def test_the_kinds_of_a_watch_are_the_built_in_ones_or_those_given() -> None:
+    given = [kind.name for kind in mh.kinds.KINDS if kind.texts == "given"]
+    own = mh.kinds.Kind("own", mh.probes.offset_mass(-2))
+    for kinds, special, names in (
+        (False, (), []),
+        (True, (), [name for name in given if name != "separator"]),
+        (True, (1,), given),
+        ("induction", (), ["induction"]),
+        (own, (1,), [*given, "own"]),
+        ([mh.kinds.KINDS[0], "broad", own], (), ["previous", "broad", "own"]),
+    ):
+        watch = mh.Watch(model := Reader(), kinds=kinds, special_ids=special, probes="entropy")
+        assert [kind.name for kind in watch.kinds] == names
+        measured = [kind.probe.name for kind in watch.kinds if kind.probe is not None]
+        assert [probe.name for probe in watch.probes] == [*dict.fromkeys(["entropy", *measured])]
+        with watch:
+            model(torch.randint(20, (5, 32)))
+        decided = [kind.name for kind in watch.kinds if watch.series.decides(kind)]
+        assert decided == names
+    assert repr(watch).startswith("<Watch of Reader: 1 of 1 step observed (every=100), 3 kinds, entropy, previous_mass")
+
+
+def test_kinds_whose_inputs_are_missing_are_not_decided() -> None:
+    watch = mh.Watch(model := model_of_seed(), kinds=("induction", "first"))  # the model reads no token ids
+    train(model, watch, 1)
+    assert [name for name in watch.numbers if "kind" in name] == ["heads/kind/first"]
+    assert watch.series.changes("induction") == []
+
+
 def test_a_log_gets_the_numbers_of_each_observed_step() -> None:
     written: list[tuple[str, float, int]] = []
     calls: list[int] = []
@@ -196,10 +262,27 @@ def test_a_compiled_model_is_not_compiled_again_by_an_observed_step() -> None:
         ({"probes": "received"}, ProbeError, "received has no mean over the queries of a head."),
         ({"probes": "largest_key"}, ProbeError, "largest_key has no mean over the queries of a head."),
         ({"probes": "entropie"}, ProbeError, "There is no statistic 'entropie'."),
+        ({"kinds": "verbs"}, ArgumentError, "There is no kind 'verbs'."),
+        ({"kinds": None}, ArgumentError, "kinds is None, and must be True, False, or a list of kinds of heads."),
+        ({"kinds": 3}, ArgumentError, "kinds is a value of type int, and must be True, False, or a list of kinds"),
+        ({"kinds": []}, ArgumentError, "kinds is empty. Give some kinds, True for all built-in ones, or False."),
+        ({"kinds": [3]}, ArgumentError, "3 is not a kind of head. Give values of multihead.kinds.Kind."),
+        ({"kinds": "separator"}, ArgumentError, "The kind separator needs special tokens. Give special_ids, such as"),
+        (
+            {"kinds": ["repeated_first"]},
+            ArgumentError,
+            "The kind repeated_first needs texts of repeated random tokens. Measure it with mh.look",
+        ),
+        (
+            {"kinds": mh.kinds.Kind("own", mh.probes.Statistic("mine"))},
+            ArgumentError,
+            "The kind own has a statistic without a function. Give it a probe.",
+        ),
+        ({"special_ids": "[CLS]"}, ArgumentError, "special_ids is a string, and must be a list of token ids."),
     ],
 )
 def test_an_option_that_does_not_exist_is_rejected(options: Any, error: type[Exception], sentence: str) -> None:
-    with pytest.raises(error, match=f"^{sentence}"):
+    with pytest.raises(error, match=f"^{re.escape(sentence)}"):
         mh.Watch(Model(), **options)
 
 

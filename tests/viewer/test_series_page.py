@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from multihead.errors import ArgumentError, InputError
+from multihead.kinds import KINDS, MIXED
 from multihead.observation.time_series import TimeSeries
 from multihead.probes.probe import Statistic
 from multihead.viewer import series_page
@@ -64,6 +65,40 @@ def test_a_page_of_many_steps_leaves_some_out_and_says_so(monkeypatch: pytest.Mo
     assert data_of(page)["steps"] == [0, 3, 6, 7]
     assert data_of(page)["values"]["entropy"][-1] == [7, 7]
     assert "The page holds one step of every 3." in page
+
+
+def test_the_page_has_the_kinds_of_every_head_and_when_they_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = TimeSeries(watched_kinds=KINDS)
+    for step, kinds in enumerate((["mixed"], ["broad"], ["broad"], ["first", "local"], ["first", "local"])):
+        made.append(step, "a", 0, {"entropy": [0.5], "first_mass": [0.5], "near_mass": [0.5]}, kinds=[kinds])
+        made.append(step, "b", 1, {"entropy": [0.5]})
+    data = data_of(made.view().page)
+    assert [data["combinations"][each] for heads in data["kinds"] for each in heads] == [
+        *(["mixed"], []),
+        *(["broad"], []),
+        *(["broad"], []),
+        *(["first", "local"], []),
+        *(["first", "local"], []),
+    ]
+    assert data["changes"] == [
+        {"layer": 0, "head": 0, "kind": "first", "gained": True, "step": 3, "at": 3},
+        {"layer": 0, "head": 0, "kind": "local", "gained": True, "step": 3, "at": 3},
+        {"layer": 0, "head": 0, "kind": "broad", "gained": True, "step": 1, "at": 1},
+        {"layer": 0, "head": 0, "kind": "broad", "gained": False, "step": 3, "at": 3},
+    ]
+    assert [each["id"] for each in data["legend"] if each["measured"]] == ["first", "local", "broad", MIXED.name]
+    assert [each["noun"] for each in data["legend"] if each["id"] == "first"] == ["a first-token head"]
+    monkeypatch.setattr(series_page, "MAX_NUMBERS", 20)  # 2 heads of 3 statistics and the kinds, at 5 steps
+    thinned = data_of(made.view().page)
+    assert thinned["steps"] == [0, 2, 4]
+    assert [each["at"] for each in thinned["changes"]] == [2, 2, 1, 2]
+
+
+def test_a_page_without_watched_kinds_says_how_to_watch_them() -> None:
+    page = series().view().page
+    assert [data_of(page)[name] for name in ("legend", "combinations", "kinds", "changes")] == [[]] * 4
+    assert "With mh.Watch(model, kinds=True) this page also says" in page
+    assert "What heads became" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
 
 def test_names_cannot_act_on_the_page_and_it_makes_no_requests() -> None:

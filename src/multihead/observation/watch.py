@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ProbeError
 from multihead.errors.arguments import check_integer
-from multihead.errors.given import check_module
+from multihead.errors.given import check_ids, check_module, reject_given
+from multihead.kinds import KINDS, Kind, check_kinds, kinds_named, probes_of
 from multihead.locale.escaping import escape_controls
 from multihead.models.trainer import call_around_steps
 from multihead.observation.observe import observe
@@ -23,6 +25,7 @@ from multihead.probes.choices import WATCHED, WITH_MAXIMUM
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
 from multihead.record.notebook import html_of_table, number_with_noun
+from multihead.record.profiles import kinds_of_heads
 
 
 class ScalarWriter(Protocol):
@@ -51,15 +54,22 @@ class Watch:
         layers: the layers to observe, as in `observe`; None observes all.
         per_head: whether `numbers` also holds a number per head, and not only their mean, minimum and maximum.
         log: called as log(numbers, step) after each observed step; or a SummaryWriter.
+        kinds: whether the kinds of the heads are watched, which makes an observed step longer: True for the built-in
+            kinds, or some of them by name, and kinds of your own as values. Without a name all built-in ones are
+            watched, as in `observe`. Their statistics are observed besides `probes`. Left out are kinds that need texts
+            of repeated random tokens, and those that need special tokens if there are no `special_ids`.
+        special_ids: the token ids that `special_mass` counts, as in `observe`.
 
     Attributes:
         step: number of steps so far.
-        numbers: name -> number at the last observed step, with names such as "heads/entropy/L07/mean".
-        series: statistics of every head at every observed step.
+        numbers: name -> number at the last observed step, with names such as "heads/entropy/L07/mean"; and how many
+            heads are of each watched kind, with names such as "heads/kind/induction".
+        series: statistics of every head at every observed step, and its kinds.
 
     Raises:
         ModelError: at the end of the first observed step, if no attention was captured.
-        ArgumentError, ProbeError: an option does not exist, or a probe has no number per query.
+        ArgumentError, ProbeError: an option does not exist, a probe has no number per query, or a kind that was named
+            cannot be watched.
 
     >>> import multihead as mh
     >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
@@ -69,6 +79,12 @@ class Watch:
     ...         layer(torch.zeros(1, 4, 8)).sum().backward()
     >>> watch.series.steps, round(watch.numbers["heads/entropy/L00/mean"], 3)
     ([0, 2], 1.386)
+
+    >>> watch = mh.Watch(layer, probes="entropy", kinds=["broad"])
+    >>> with watch:
+    ...     y = layer(torch.zeros(1, 40, 8))
+    >>> watch.series.kinds(layer=0), watch.numbers["heads/kind/broad"]
+    ([(('broad',), ('broad',))], 2.0)
     """
 
     def __init__(
@@ -80,11 +96,16 @@ class Watch:
         layers: Sequence[int | str] | int | str | None = None,
         per_head: bool = False,
         log: LogTarget | None = None,
+        kinds: bool | str | Kind | Sequence[str | Kind] = False,
+        special_ids: Sequence[int] = (),
     ) -> None:
         check_module(model)
         check_integer("every", every)
         self.model, self.every, self.layers, self.per_head, self.log = model, every, layers, per_head, log
-        self.probes: tuple[Probe, ...] = resolve_probes(WATCHED if probes is None else probes)
+        self.special_ids = check_ids("special_ids", special_ids)
+        self.kinds = _kinds_to_watch(kinds, special_ids=self.special_ids)
+        chosen = resolve_probes(WATCHED if probes is None else probes)
+        self.probes: tuple[Probe, ...] = resolve_probes((*chosen, *probes_of(self.kinds)))
         for probe in self.probes:
             if not probe.has_mean:
                 raise ProbeError(
@@ -92,7 +113,7 @@ class Watch:
                 )
         self.step = 0
         self.numbers: dict[str, float] = {}
-        self.series = TimeSeries()
+        self.series = TimeSeries(watched_kinds=self.kinds)
         self._stack: ExitStack | None = None
         self._record: Record | None = None
 
@@ -109,7 +130,8 @@ class Watch:
 
     def _contents(self) -> str:
         observed = f"{len(self.series.steps):,} of {number_with_noun(self.step, 'step')} observed (every={self.every})"
-        return f"{observed}, {', '.join(probe.name for probe in self.probes)}"
+        kinds = [number_with_noun(len(self.kinds), "kind")] if self.kinds else []
+        return ", ".join([observed, *kinds, *(probe.name for probe in self.probes)])
 
     @property
     def due(self) -> bool:
@@ -122,7 +144,14 @@ class Watch:
         try:
             self._stack = ExitStack()
             if self.due:
-                context = observe(self.model, layers=self.layers, probes=self.probes, keep="summary")
+                context = observe(
+                    self.model,
+                    layers=self.layers,
+                    probes=self.probes,
+                    keep="statistics" if self.kinds else "summary",
+                    special_ids=self.special_ids,
+                    kinds=[kind for kind in self.kinds if kind not in KINDS],
+                )
                 self._record = self._stack.enter_context(context)
             return self
         except BaseException:
@@ -168,21 +197,71 @@ class Watch:
     def _store_and_log_numbers(self, record: Record, step: int) -> None:
         """Add an observed step to `series`, set `numbers`, and log them."""
         self.numbers = {}
+        kinds = self._kinds_of_layers(record)
         for layer in record.layers:
             found = layer.summary("mean") | layer.summary("max", [probe.name for probe in WITH_MAXIMUM])
             means = {name: each.tolist() for name, each in found.items()}
-            self.series.append(step, layer.name, layer.number, means, record.statistics)
+            self.series.append(step, layer.name, layer.number, means, record.statistics, kinds.get(layer.number))
             for name, values in found.items():
                 place = f"heads/{name}/L{layer.number:02d}"
                 parts = {"mean": values.mean(), "min": values.min(), "max": values.max()}
                 self.numbers |= {f"{place}/{part}": float(value) for part, value in parts.items()}
                 if self.per_head:
                     self.numbers |= {f"{place}/H{head:02d}": value for head, value in enumerate(values.tolist())}
+        heads = Counter(name for of_layer in kinds.values() for of_head in of_layer for name in of_head)
+        decided = [kind.name for kind in self.kinds if self.series.decides(kind)]
+        self.numbers |= {f"heads/kind/{name}": float(heads[name]) for name in decided}
         if callable(self.log):
             self.log(self.numbers, step)
         elif self.log is not None:
             for name, number in self.numbers.items():
                 self.log.add_scalar(name, number, step)
+
+    def _kinds_of_layers(self, record: Record) -> dict[int, tuple[tuple[str, ...], ...]]:
+        """Return number of a layer -> the names of each head's kinds; {} if kinds are not watched."""
+        if not self.kinds:
+            return {}
+        return {
+            one.number: kinds_of_heads(
+                one.evidence, heads=len(one.kinds), cross_attention=one.cross_attention, among=self.kinds
+            )
+            for one in record.profiles()
+        }
+
+
+def _kinds_to_watch(kinds: object, *, special_ids: Sequence[int]) -> tuple[Kind, ...]:
+    """Return the kinds that the argument `kinds` of a watch selects.
+
+    Raises:
+        ArgumentError: there is no such kind, or one that was named cannot be watched.
+    """
+    if kinds is False:
+        return ()
+    given = [kinds] if isinstance(kinds, (str, Kind)) else kinds
+    if given is not True and (not isinstance(given, Iterable) or isinstance(given, bytes)):
+        mend = 'Give names such as "induction", values of multihead.kinds.Kind, or True for all built-in kinds.'
+        reject_given("kinds", kinds, "True, False, or a list of kinds of heads", mend)
+    listed: list[object] = [] if given is True else list(given)
+    if given is not True and not listed:
+        raise ArgumentError("kinds is empty.", "Give some kinds, True for all built-in ones, or False.")
+    names = [each.name if isinstance(each, Kind) else each for each in listed if isinstance(each, str) or each in KINDS]
+    own = check_kinds([each for each in listed if not (isinstance(each, str) or each in KINDS)], KINDS)
+    named = kinds_named(names, KINDS)
+    for kind in (*(named if names else ()), *own):
+        if why := _why_unwatchable(kind, special_ids):
+            raise ArgumentError(*why)
+    return (*(kind for kind in named if not _why_unwatchable(kind, special_ids)), *own)
+
+
+def _why_unwatchable(kind: Kind, special_ids: Sequence[int]) -> tuple[str, str] | None:
+    """Return why a watch cannot tell which heads are of a kind, and what to do; None if it can."""
+    if kind.texts != "given":
+        return f"The kind {kind.name} needs texts of repeated random tokens.", "Measure it with mh.look(textbook=True)."
+    if not isinstance(kind.probe, Probe):
+        return f"The kind {kind.name} has a statistic without a function.", "Give it a probe."
+    if "special_keys" in kind.probe.needs and not special_ids:
+        return f"The kind {kind.name} needs special tokens.", "Give special_ids, such as tokenizer.all_special_ids."
+    return None
 
 
 def qk_clip_factors(seen: Record | Watch, threshold: float = 100.0) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from multihead.kinds import MIXED, Kind
 from multihead.locale.escaping import escape_controls
@@ -12,6 +12,13 @@ from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR_MASS, SP
 from multihead.probes.choices import FOCUS
 from multihead.probes.probe import Probe, Statistic
 from multihead.record.profiles import LayerKinds
+
+
+class DecidesKinds(Protocol):
+    """What knows which kinds of heads were measured: the statistics of a layer, or a time series."""
+
+    def decides(self, kind: Kind) -> bool:
+        """Return whether it was measured which heads have a kind."""
 
 
 def describe_column(shown: Statistic, lang: str) -> dict[str, Any]:
@@ -43,12 +50,12 @@ def columns_not_recorded(names: Iterable[str], lang: str) -> list[dict[str, str]
     return [{"id": each["id"], "label": each["label"]} for each in (describe_column(one, lang) for one in missing)]
 
 
-def legend_of_kinds(kinds: Iterable[Kind], profiles: Iterable[LayerKinds], lang: str) -> list[dict[str, Any]]:
+def legend_of_kinds(kinds: Iterable[Kind], profiles: Iterable[DecidesKinds], lang: str) -> list[dict[str, Any]]:
     """Describe the kinds of heads in a page's legend, and whether each was measured.
 
     Args:
         kinds: the kinds, see `multihead.kinds.Kind`.
-        profiles: the statistics of each layer.
+        profiles: the statistics of each layer, or a time series.
         lang: the language of the page.
     """
     profiles = list(profiles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -17,8 +18,9 @@ from multihead.errors.given import check_path
 from multihead.files import write_atomically
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language, section, text
+from multihead.observation.kind_changes import most_telling_first
 from multihead.probes.probe import SHARE_FORMAT
-from multihead.viewer.columns import describe_column
+from multihead.viewer.columns import describe_column, legend_of_kinds
 from multihead.viewer.page import render_heads_page, round_all_for_json
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ def render_series(series: TimeSeries, lang: str) -> str:
         title=words["title"],
         lead=_lead_sentence(series, every, lang),
         last=len(data["steps"]) - 1,
+        kinds=bool(series.watched_kinds),
         facts=[
             (words["fact.grid"], f"{len(series.layers)} × {max(series.num_heads.values())}"),
             (words["fact.steps"], f"{len(series.steps):,}"),
@@ -98,7 +101,7 @@ def render_series(series: TimeSeries, lang: str) -> str:
 def page_data(series: TimeSeries, lang: str) -> tuple[dict[str, Any], int]:
     """Return the data of the page's script, and n if it has every n-th step; None stands for a missing number."""
     heads = sum(series.num_heads.values())
-    every = -(-len(series.steps) * heads * len(series.statistics) // MAX_NUMBERS)
+    every = -(-len(series.steps) * heads * (len(series.statistics) + bool(series.watched_kinds)) // MAX_NUMBERS)
     chosen = sorted({*range(0, len(series.steps), every), len(series.steps) - 1})
     columns = [describe_column(shown, lang) for shown in series.statistics.values()]
     values = {each["id"]: series.values_of_all_heads(each["id"]) for each in columns}
@@ -114,7 +117,33 @@ def page_data(series: TimeSeries, lang: str) -> tuple[dict[str, Any], int]:
             name: [round_all_for_json(found[place], digits=4) for place in chosen] for name, found in values.items()
         },
     }
-    return data, every
+    return data | _data_of_kinds(series, chosen, lang), every
+
+
+def _data_of_kinds(series: TimeSeries, chosen: list[int], lang: str) -> dict[str, Any]:
+    """Return the legend of the kinds, the kinds of each head at each chosen step, and when heads changed in them.
+
+    A change has the index of the first chosen step that shows it, besides its own step. Without watched kinds all lists
+    are empty.
+    """
+    if not series.watched_kinds:
+        return {"legend": [], "combinations": [], "kinds": [], "changes": []}
+    nouns = {kind.name: escape_controls(kind.noun_phrase(lang)) for kind in series.watched_kinds}
+    legend = legend_of_kinds(series.watched_kinds, [series], lang)
+    named = series.kinds_of_all_heads()
+    places: dict[tuple[str, ...], int] = {}
+    kinds = [[places.setdefault(each, len(places)) for each in named[place]] for place in chosen]
+    steps = [series.steps[place] for place in chosen]
+    return {
+        "legend": [each | {"noun": nouns.get(each["id"], "")} for each in legend],
+        "combinations": list(places),  # of names of kinds
+        "kinds": kinds,  # index of the combination of each head
+        "changes": [
+            {"layer": each.layer, "head": each.head, "kind": each.kind, "gained": each.gained, "step": each.step}
+            | {"at": bisect_left(steps, each.step)}
+            for each in most_telling_first(series.changes())
+        ],
+    }
 
 
 def _lead_sentence(series: TimeSeries, every: int, lang: str) -> str:

@@ -1,5 +1,5 @@
 // The kinds of heads that a page knows, in the order of its legend: id, label, about, statistic, glyph, colour,
-// repeats, measured.
+// repeats, measured; on the page of a series also noun, what a head of the kind is called in a sentence.
 // They come with the data of a record; those of a second record are added.
 export const LEGEND = [];
 
@@ -8,6 +8,7 @@ export const addLegend = kinds => LEGEND.push(...kinds.filter(kind => !LEGEND.so
 const known = id => LEGEND.find(kind => kind.id === id);
 export const labelOf = id => known(id)?.label ?? id;
 export const glyphOf = id => known(id)?.glyph ?? '';
+export const nounOf = id => known(id)?.noun ?? '';
 export const statisticOf = id => known(id)?.statistic;
 export const isOutline = id => !!known(id)?.repeats;
 

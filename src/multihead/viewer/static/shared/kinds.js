@@ -24,10 +24,11 @@ export const alignmentTag = () => el('span', { className: 'aligned', title: tran
 export const pathLine = (role, path) => el('p', { className: 'path' }, ...(role ? [el('b', { textContent: roleName(role) }), ' '] : []), path);
 
 // Buttons that filter by kind: `chosen` is the kind shown, or '' for all; choose(kind) is called with the next one. Where some
-// kinds were measured on the text and others on repeated random tokens, a switch shows the ones or the others.
+// kinds were measured on the text and others on repeated random tokens, a switch shows the ones or the others. Kinds that no head
+// has are left out, except those in `kept`.
 let onRepeats = false;
-export function kindChips(box, kinds, chosen, choose) {
-  const counts = LEGEND.map(({ id }) => [id, kinds.filter(each => each.includes(id)).length]).filter(([, number]) => number), both = new Set(counts.map(([kind]) => isOutline(kind))).size > 1;
+export function kindChips(box, kinds, chosen, choose, kept = []) {
+  const counts = LEGEND.map(({ id }) => [id, kinds.filter(each => each.includes(id)).length]).filter(([id, number]) => number || kept.includes(id)), both = new Set(counts.map(([kind]) => isOutline(kind))).size > 1;
   if (chosen) onRepeats = isOutline(chosen);
   box.setAttribute('aria-label', translate('show kind'));
   const button = el('button', { className: 'btn', role: 'switch', 'aria-checked': String(onRepeats), title: translate('on repeats why'), textContent: translate('on repeats'), onclick: () => {

@@ -2,10 +2,10 @@
 import { $, el, translate } from './dom.js';
 import { kindCell } from './kinds.js';
 import { LEGEND } from './kindlist.js';
+import { FIRST, moreButton } from './more.js';
 import { count } from './numbers.js';
 import { chanceOf, withUnit } from './statistics.js';
 
-const FIRST = 12, MORE = 500;
 let shown = FIRST;
 export function showRows(all) { shown = all ? Infinity : FIRST; }
 
@@ -36,11 +36,9 @@ export function table({ kinds, statistics, link, path, passes, order, reorder, w
     ...statistics.map(one => el('td', {}, el('span', { className: 'v', v: one.filled(i), textContent: one.number(i), title: one.level(i) }))))));
   if (!found.length) $('rows').append(el('tr', {}, el('td', { className: 't none', colSpan: statistics.length + 1 + named, textContent: translate('no match') })));
 
-  const all = kinds.length, n = found.length, left = n > shown;
+  const all = kinds.length, n = found.length;
   $('count').textContent = n < all ? translate('of heads', { n: count(n), all: count(all) }) : all === 1 ? translate('1 head') : translate('heads', { n: count(all) });
   $('why').hidden = !why;
   $('why').textContent = why;
-  $('more').hidden = n <= FIRST;
-  $('more').textContent = !left ? translate('show fewer') : n <= shown + MORE ? translate('show all', { n: count(n) }) : translate('show more', { n: MORE });
-  $('more').onclick = () => { shown = left ? shown + MORE : FIRST; again(order); };
+  moreButton($('more'), n, shown, number => { shown = number; again(order); });
 }
