@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,12 +100,11 @@ def most_telling_first(changes: Iterable[KindChange]) -> list[KindChange]:
     longer of it later; then the ends of these kinds; then the kinds that findings leave out, such as "broad", which
     nearly every head is before the training.
     """
-    number_of_kind: dict[tuple[str, bool, bool], int] = {}
-    keys = []
+    numbers = Counter[tuple[str, bool, bool]]()
+    found: list[tuple[tuple[bool, bool, bool, int, int], KindChange]] = []
     for each in sorted(changes, key=lambda one: (one.step, one.layer, one.head)):
-        group = (each.kind, each.gained, each.until is None)
-        number_of_kind[group] = number_of_kind.get(group, -1) + 1
-        rank = each.shown.finding
-        place = (rank is None, not each.gained, each.until is not None, number_of_kind[group], rank or 0)
-        keys.append((place, len(keys), each))
-    return [each for *_, each in sorted(keys, key=lambda key: key[:2])]
+        rank, lasts = each.shown.finding, each.until is None
+        group = each.kind, each.gained, lasts
+        found.append(((rank is None, not each.gained, not lasts, numbers[group], rank or 0), each))
+        numbers[group] += 1
+    return [each for _, each in sorted(found, key=itemgetter(0))]
