@@ -59,6 +59,8 @@ def test_kinds_have_an_item_per_step_and_are_a_column_of_the_rows() -> None:
     assert [row["kind"] for row in made.rows()] == ["mixed", "mixed", "broad", "mixed", "own+first"]
     assert repr(made).startswith("<TimeSeries of 2 steps, 2 layers, 14 kinds, first_mass, ")
     assert "<td>own+first</td>" in made._repr_html_()
+    with pytest.raises(ArgumentError, match=r"^There is no kind 'verbs'\. Give some of broad, "):
+        made.append(20, "a", 0, {}, kinds=[["mixed"], ["verbs"]])
     with pytest.raises(ArgumentError) as caught:
         made.kinds(layer=7)
     assert str(caught.value) == "There are no kinds of the heads of layer 7. Give a layer of 0, 1."

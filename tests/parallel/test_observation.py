@@ -146,6 +146,22 @@ def test_a_rank_without_a_token_of_a_text_adds_nothing_to_the_sums(four: Process
     assert all("heads/entropy/L00/mean" in numbers for _, numbers in others)
 
 
+def kinds_of_a_part(group: Any, rank: int) -> str:
+    layer, x = mh.MultiHeadAttention(8, 2), torch.randn(1, 16, 8)
+    with (
+        context_parallel(group, strategy="ring", layout="contiguous"),
+        pytest.raises(ProbeError) as caught,
+        mh.Watch(layer, kinds=True),
+    ):
+        layer(shard(group, x=x, layout="contiguous")["x"], mask=masks.Causal())
+    return str(caught.value)
+
+
+def test_the_kinds_of_heads_are_not_told_from_a_part_of_the_tokens(four: Processes) -> None:
+    sentence = "MultiHeadAttention has its tokens on 4 ranks, and the kinds of its heads are known of whole texts only."
+    assert four.results(kinds_of_a_part) == [f"{sentence} Leave out kinds, or watch the training on one rank."] * 4
+
+
 def by_heads(group: Any, rank: int, keep: Any) -> tuple[str, Record | None]:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     model = parallelize(Model(), mesh["tp"])

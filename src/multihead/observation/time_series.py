@@ -95,6 +95,9 @@ class TimeSeries:
             shown: label, unit and number format of the statistics that are not built in.
             kinds: names of each head's kinds among `watched_kinds`, the most specific first, or "mixed"; None if they
                 were not watched.
+
+        Raises:
+            ArgumentError: a kind is not one of `watched_kinds`.
         """
         if not self.steps or self.steps[-1] != step:
             self.steps.append(step)
@@ -104,7 +107,9 @@ class TimeSeries:
             self._rows.setdefault((name, number), {})[step] = np.asarray(values, np.float32)
         if kinds is not None:
             named = list(map(tuple, kinds))
-            self._combinations += [each for each in dict.fromkeys(named) if each not in self._combinations]
+            for new in dict.fromkeys(each for each in named if each not in self._combinations):
+                kinds_named(new, (*self.watched_kinds, MIXED))
+                self._combinations.append(new)
             places = list(map(self._combinations.index, named))
             self._kinds.setdefault(number, {})[step] = np.asarray(places, np.int32)
 

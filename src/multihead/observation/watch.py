@@ -24,8 +24,8 @@ from multihead.probes.catalogue import ENTROPY, LARGEST_SCORE
 from multihead.probes.choices import WATCHED, WITH_MAXIMUM
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
+from multihead.record.layer import layer_profiles
 from multihead.record.notebook import html_of_table, number_with_noun
-from multihead.record.profiles import kinds_of_heads
 
 
 class ScalarWriter(Protocol):
@@ -69,7 +69,8 @@ class Watch:
     Raises:
         ModelError: at the end of the first observed step, if no attention was captured.
         ArgumentError, ProbeError: an option does not exist, a probe has no number per query, or a kind that was named
-            cannot be watched.
+            cannot be watched; at the end of the first observed step, if kinds are watched and the tokens of a text are
+            on several ranks.
 
     >>> import multihead as mh
     >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
@@ -218,15 +219,23 @@ class Watch:
                 self.log.add_scalar(name, number, step)
 
     def _kinds_of_layers(self, record: Record) -> dict[int, tuple[tuple[str, ...], ...]]:
-        """Return number of a layer -> the names of each head's kinds; {} if kinds are not watched."""
+        """Return number of a layer -> the names of each head's kinds; {} if kinds are not watched.
+
+        Raises:
+            ProbeError: the tokens of a layer are on several ranks.
+        """
         if not self.kinds:
             return {}
-        return {
-            one.number: kinds_of_heads(
-                one.evidence, heads=len(one.kinds), cross_attention=one.cross_attention, among=self.kinds
-            )
-            for one in record.profiles()
-        }
+        for layer in record.layers:
+            if layer.split is not None and layer.split.ranks > 1:
+                raise ProbeError(
+                    f"{layer.name} has its tokens on {layer.split.ranks} ranks, and the kinds of its heads are known "
+                    "of whole texts only.",
+                    "Leave out kinds, or watch the training on one rank.",
+                )
+        layers = [layer for layer in record.layers if layer.num_samples]
+        found = layer_profiles(layers, sample=None, statistics=record.statistics, among=self.kinds)
+        return {one.number: one.kinds for one in found}
 
 
 def _kinds_to_watch(kinds: object, *, special_ids: Sequence[int]) -> tuple[Kind, ...]:

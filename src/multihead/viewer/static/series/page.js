@@ -73,25 +73,25 @@ function legend() {
 }
 
 // The place of a step between the first one and the last, from 0 to 1.
-const x = at => D.steps[LAST] > D.steps[0] ? (D.steps[at] - D.steps[0]) / (D.steps[LAST] - D.steps[0]) : .5;
+const across = at => D.steps[LAST] > D.steps[0] ? (D.steps[at] - D.steps[0]) / (D.steps[LAST] - D.steps[0]) : .5;
 
 // A head's line over the steps, from 0 to 1 in both directions; a step at which it was not observed is a gap.
 function line(i) {
-  const points = D.steps.map((_, at) => [x(at), D.values[state.id][at][i]]), place = ([left, value]) => `${left.toFixed(4)} ${(1 - share(state.id, value)).toFixed(4)}`;
+  const points = D.steps.map((_, at) => [across(at), D.values[state.id][at][i]]), place = ([left, value]) => `${left.toFixed(4)} ${(1 - share(state.id, value)).toFixed(4)}`;
   const course = points.map((point, at) => known(point[1]) ? (at && known(points[at - 1][1]) ? 'L' : 'M') + place(point) : '').join('');
   const drawn = svg('svg', { class: 'line', viewBox: '0 0 1 1', preserveAspectRatio: 'none', role: 'img', 'aria-label': translate('line label', { head: LIST.long(i), label: shown(state.id).label }) },
-    svg('path', { class: 'now', d: `M${x(state.at)} 0V1` }), svg('path', { class: 'course', d: course }), ...(known(points[state.at][1]) ? [svg('path', { class: 'dot', d: `M${place(points[state.at])}h0` })] : []));
+    svg('path', { class: 'now', d: `M${across(state.at)} 0V1` }), svg('path', { class: 'course', d: course }), ...(known(points[state.at][1]) ? [svg('path', { class: 'dot', d: `M${place(points[state.at])}h0` })] : []));
   drawn.onpointerdown = drawn.onpointermove = event => {
     if (event.type === 'pointermove' && !event.buttons) return;
     const box = drawn.getBoundingClientRect(), left = (event.clientX - box.left) / box.width;
-    go(D.steps.reduce((best, _, at) => Math.abs(x(at) - left) < Math.abs(x(best) - left) ? at : best, 0));
+    go(D.steps.reduce((best, _, at) => Math.abs(across(at) - left) < Math.abs(across(best) - left) ? at : best, 0));
   };
   return [drawn, ...(D.kinds.length ? [strip(i)] : []), el('div', { className: 'ends' }, ...[...new Set([D.steps[0], D.steps[LAST]])].map(step => el('span', { textContent: translate('step', { n: count(step) }) })))];
 }
 
 // The first kind of a head over the steps, as a strip of colours below its line; each step has half of the way to its neighbours.
 function strip(i) {
-  const border = at => at < 0 ? 0 : at >= LAST ? 1 : (x(at) + x(at + 1)) / 2, pieces = [];
+  const border = at => at < 0 ? 0 : at >= LAST ? 1 : (across(at) + across(at + 1)) / 2, pieces = [];
   D.steps.forEach((_, at) => {
     const [kind] = kindsAt(i, at), before = pieces.at(-1);
     if (before?.kind === kind) before.end = border(at); else pieces.push({ kind, start: border(at - 1), end: border(at) });
