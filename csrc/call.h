@@ -5,7 +5,7 @@
 // and tensors without strides are contiguous.
 //
 // What is left of the C struct's own door is for C++: `multihead_run` and `multihead_layout` serve the benchmark of two
-// builds and the fuzzer. `ctypes` calls the functions that choose and list instruction sets, and `multihead_summarise`.
+// builds and the fuzzer. `ctypes` calls the functions that choose and list instruction sets, and `multihead_sum_rows`.
 //
 // Bounds differ by sample and not by head: no mask of the package has an interval per head, so the kernel has no stride
 // for it. A mask that differs by head is evaluated cell by cell.
@@ -179,10 +179,11 @@ const char *multihead_torch_functions();                 // the names of libtorc
 int64_t multihead_register(void *const *functions);      // define the operators, given these; 1 if torch accepts them
 void multihead_choose(int64_t set);                      // the set of the operators in this process
 void multihead_choose_in_thread(int64_t set);            // and in this thread; -1 for that of the process
-// Add values to sums, counts and histograms per head, see summary.cpp.
-void multihead_summarise(const float *values, const uint8_t *counted, int64_t batch, int64_t heads, int64_t queries,
-                         int64_t first_bin, int64_t num_bins, double *totals, double *counts, double *minima,
-                         double *maxima, int64_t *bins, int64_t threads);
+// Sum rows of values, and add them to histograms, see summary.cpp.
+void multihead_sum_rows(const float *values, const uint8_t *counted, const float *levels, const int64_t *level_of_row,
+                         const int64_t *ends, int64_t rows, int64_t queries, int64_t texts, int64_t first_bin,
+                         int64_t num_bins, double *counts, double *totals, double *squares, double *minima,
+                         double *maxima, double *text_totals, double *text_counts, int64_t *bins, int64_t threads);
 }
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

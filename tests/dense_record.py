@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from multihead.record.layer import layer_profiles
 from multihead.record.profiles import LayerProfile
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.segments import Segment
-from multihead.record.summaries import MeasuredStatistic, occurred_before, queries_that_count
+from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, TextRows
 from multihead.record.texts import Text
 from multihead.tensors.shapes import AttentionShape
 
@@ -96,18 +95,12 @@ class DenseSample:
     def means(self) -> dict[str, Tensor]:
         return {name: each.values[:, each.counted[0]].mean(-1) for name, each in self.measured().items()}
 
-    @property
-    def occurred(self) -> Callable[[], Tensor] | None:
-        ids = self.text.ids
-        return None if ids is None else partial(occurred_before, self.positions, ids)
-
     def measured(self) -> dict[str, MeasuredStatistic]:
-        counts = {
-            name: queries_that_count(statistic(name), self.sees, self.positions, self.num_keys, self.occurred)
-            for name in self.statistics
-            if name not in ("received", "largest_key")
-        }
-        return {name: MeasuredStatistic(self.statistics[name], counted) for name, counted in counts.items()}
+        rows = TextRows.of_text(self.positions, self.num_keys, self.text.ids)
+        return MeasuredRows(rows, self.sees, self.statistics_per_query()).statistics
+
+    def statistics_per_query(self) -> dict[str, Tensor]:
+        return {name: each for name, each in self.statistics.items() if name != "received"}
 
     def weights(self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         if self.keep == "statistics":
@@ -146,6 +139,9 @@ class DenseLayer:
     number: int = 0
     alignment_heads: tuple[int, ...] = ()
     repeated: RepeatedTokens | None = None
+
+    running_summary: None = None
+    has_kinds: bool = True
 
     num_heads = property(lambda self: self.samples[0].num_heads)
     num_samples = property(lambda self: len(self.samples))

@@ -9,7 +9,7 @@ import torch
 from multihead.counting.batches import CurrentBatch, TextBatch
 from multihead.counting.sums import LayerSums
 from multihead.record.running_summary import RunningSummary
-from multihead.record.summaries import MeasuredStatistic
+from tests.record.measured_rows import add_to_summary, drawn_rows
 
 HEADS, EXAMPLES = 3, 4
 
@@ -35,13 +35,10 @@ def add(
     """
     sums.current_batch.batch = batch
     taken = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
-    levels = None if chance is None else chance[None], None
-    measured = {
-        name: MeasuredStatistic(value[None], count[None], level)
-        for name, value, count, level in zip(("one", "other"), values, taken, levels, strict=False)
-    }
-    keys = batch.position_in_text.expand(1, sums.num_heads, -1)
-    sums.add(measured | {"largest_key": MeasuredStatistic(keys, keys >= 0)}, samples=len(batch.text_indices))
+    named = dict(zip(("one", "other"), zip(values, taken, strict=True), strict=False))
+    keys = {"largest_key": batch.position_in_text.expand(sums.num_heads, -1)}
+    measured = drawn_rows(named, batch.lengths.tolist(), {} if chance is None else {"one": chance}, keys)
+    sums.add(measured, sums.begin_texts(len(batch.text_indices)))
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=str)
@@ -66,12 +63,10 @@ def test_moments_and_extremes_are_those_of_all_values(
     sums, values, taken = counted
     for row in range(2 * HEADS):
         of_row = values[row][taken[row]].double()
-        assert sums.row_sums.num_queries[row] == len(of_row)
-        assert float(sums.row_sums.mean[row]) == pytest.approx(float(of_row.mean()), abs=1e-12)
-        assert float(sums.row_sums.squares[row]) == pytest.approx(
-            float((of_row - of_row.mean()).square().sum()), abs=1e-11
-        )
-        assert (sums.row_sums.minimum[row], sums.row_sums.maximum[row]) == (of_row.min(), of_row.max())
+        assert sums.sums.num_queries[row] == len(of_row)
+        assert float(sums.sums.mean[row]) == pytest.approx(float(of_row.mean()), abs=1e-12)
+        assert float(sums.sums.squares[row]) == pytest.approx(float((of_row - of_row.mean()).square().sum()), abs=1e-11)
+        assert (sums.sums.minimum[row], sums.sums.maximum[row]) == (of_row.min(), of_row.max())
 
 
 def test_each_bin_holds_the_values_within_one_percent_of_its_own(
@@ -94,7 +89,7 @@ def test_they_are_a_running_summary_too(counted: tuple[LayerSums, torch.Tensor, 
     summary = RunningSummary(HEADS)
     for at, name in enumerate(("one", "other")):
         rows = slice(at * HEADS, (at + 1) * HEADS)
-        summary.add({name: MeasuredStatistic(values[rows], taken[rows])}, samples=0)
+        add_to_summary(summary, {name: (values[rows], taken[rows])})
     for of in ("mean", "median", "p95"):
         torch.testing.assert_close(sums.summary(of), summary.summary(of), rtol=1e-12, atol=1e-12)
 
@@ -103,7 +98,7 @@ def test_infinite_and_missing_numbers_are_counted_and_are_in_no_sum() -> None:
     sums, batch = sums_of(1, 2), batch_of([0], [4])
     values = torch.tensor([[[1.0, torch.nan, torch.inf, 3.0]]])
     add(sums, batch, values)
-    found = sums.row_sums
+    found = sums.sums
     assert (found.num_queries.tolist(), found.num_nonfinite.tolist(), found.mean.tolist()) == ([2], [2], [2.0])
     assert (found.maximum.tolist(), sums.strongest.largest_value.tolist()) == ([3.0], [[3.0, -torch.inf]])
 
@@ -129,16 +124,16 @@ def test_chance_is_the_mean_over_the_queries_that_count_and_its_error_that_over_
             whole.append(level[head][taken])
             if bool(taken.any()):
                 means.append((values[head] - level[head])[taken].mean())
-        assert float(sums.row_sums.chance[head]) == pytest.approx(float(torch.cat(whole).mean()), abs=1e-12)
+        assert float(sums.sums.chance[head]) == pytest.approx(float(torch.cat(whole).mean()), abs=1e-12)
         excess = torch.stack(means)
-        assert sums.row_sums.num_texts[head] == len(excess) > 2
-        assert float(sums.row_sums.excess[head]) == pytest.approx(float(excess.mean()), abs=1e-12)
-        assert float(sums.row_sums.excess_squares[head]) == pytest.approx(
+        assert sums.sums.num_texts[head] == len(excess) > 2
+        assert float(sums.sums.excess[head]) == pytest.approx(float(excess.mean()), abs=1e-12)
+        assert float(sums.sums.excess_squares[head]) == pytest.approx(
             float(excess.var() * (len(excess) - 1)), abs=1e-12
         )
     unknown = slice(HEADS, None)
-    assert bool(sums.row_sums.chance[unknown].isnan().all() and sums.row_sums.excess[unknown].isnan().all())
-    assert bool(sums.row_sums.mean[unknown].isfinite().all())
+    assert bool(sums.sums.chance[unknown].isnan().all() and sums.sums.excess[unknown].isnan().all())
+    assert bool(sums.sums.mean[unknown].isfinite().all())
 
 
 class TestStrongest:

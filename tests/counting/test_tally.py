@@ -74,14 +74,14 @@ def test_sums_of_a_batch_are_those_of_its_texts_observed_alone(name: str) -> Non
     assert len(record.layers) == len(tally.layers) == 2
     for layer in record.layers:
         found = tally.layers[layer.number]
-        assert (found.name, set(found.statistics)) == (layer.name, set(layer.means()))
-        for at, statistic in enumerate(found.statistics):
+        assert (found.name, set(found.names)) == (layer.name, set(layer.means()))
+        for at, statistic in enumerate(found.names):
             values = [sample.measured()[statistic] for sample in layer.samples]
             for head in range(found.num_heads):
                 alone = torch.cat([each.values[head][each.counted[head]] for each in values])
                 row = at * found.num_heads + head
-                assert found.row_sums.num_queries[row] == len(alone), statistic
-                total = float(found.row_sums.mean[row] * found.row_sums.num_queries[row])
+                assert found.sums.num_queries[row] == len(alone), statistic
+                total = float(found.sums.mean[row] * found.sums.num_queries[row])
                 assert total == pytest.approx(float(alone.sum()), abs=1e-9), statistic
 
 
@@ -94,17 +94,15 @@ def test_chance_and_the_error_of_a_difference_from_it_are_those_of_a_record_of_t
             model(input_ids=row[None, :length], attention_mask=torch.ones(1, length, dtype=torch.int64))
     for profile in record.profiles():
         found = tally.layers[profile.number]
-        for at, statistic in enumerate(found.statistics):
+        for at, statistic in enumerate(found.names):
             rows = slice(at * found.num_heads, (at + 1) * found.num_heads)
             if statistic not in profile.evidence:
                 assert statistic in ("contribution", "largest_score")  # what is no matter of where a query looks
-                assert bool(found.row_sums.chance[rows].isnan().all())
+                assert bool(found.sums.chance[rows].isnan().all())
                 continue
             expected = profile.evidence[statistic]
-            torch.testing.assert_close(
-                found.row_sums.chance[rows], expected.chance, rtol=1e-11, atol=1e-13, msg=statistic
-            )
-            error = error_of_mean(found.row_sums.num_texts[rows], found.row_sums.excess_squares[rows])
+            torch.testing.assert_close(found.sums.chance[rows], expected.chance, rtol=1e-11, atol=1e-13, msg=statistic)
+            error = error_of_mean(found.sums.num_texts[rows], found.sums.excess_squares[rows])
             torch.testing.assert_close(error, expected.standard_error, rtol=1e-9, atol=1e-12, msg=statistic)
 
 
@@ -113,19 +111,19 @@ def test_chance_in_single_precision_agrees_with_double() -> None:
     single, double = tallied(model, batch), tallied(model.double(), batch)
     for number, layer in single.layers.items():
         torch.testing.assert_close(
-            layer.row_sums.chance, double.layers[number].row_sums.chance, rtol=1e-5, atol=1e-6, equal_nan=True
+            layer.sums.chance, double.layers[number].sums.chance, rtol=1e-5, atol=1e-6, equal_nan=True
         )
 
 
 def test_chance_is_measured_once_for_layers_whose_queries_see_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    measure = StatisticsMeasurer.measure_chance_levels
+    calls: list[Any] = []
+    spread_evenly = StatisticsMeasurer.spread_evenly
 
-    def counted(self: StatisticsMeasurer, *given: Any) -> Any:
-        calls.append(given[-1])
-        return measure(self, *given)
+    def counted(self: StatisticsMeasurer, call: Any) -> Any:
+        calls.append(call)
+        return spread_evenly(self, call)
 
-    monkeypatch.setattr(StatisticsMeasurer, "measure_chance_levels", counted)
+    monkeypatch.setattr(StatisticsMeasurer, "spread_evenly", counted)
     alternating = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 3}
     torch.manual_seed(0)
     options = {**DECODER, **TEXT, "num_hidden_layers": 4, "use_sliding_window": True, **alternating}
@@ -150,7 +148,7 @@ def test_the_native_kernel_and_tiles_agree_on_packed_rows() -> None:
     model, batch = bert(), texts_of()
     single, double = tallied(model, batch), tallied(model.double(), batch)
     for number, layer in single.layers.items():
-        assert torch.allclose(layer.row_sums.mean, double.layers[number].row_sums.mean, atol=1e-5, rtol=1e-4)
+        assert torch.allclose(layer.sums.mean, double.layers[number].sums.mean, atol=1e-5, rtol=1e-4)
 
 
 def test_the_key_of_an_example_is_a_position_of_its_own_text() -> None:
@@ -192,7 +190,8 @@ def test_a_model_without_captured_attention_is_an_error() -> None:
 
 def test_a_layer_that_reads_something_else_than_the_tokens_is_an_error() -> None:
     model, batch = family("t5").eval(), texts_of()
-    given = {"input_ids": batch.ids, "attention_mask": batch.mask.long(), "decoder_input_ids": batch.ids}
+    mask = batch.mask.long()
+    given = {"input_ids": batch.ids, "attention_mask": mask, "decoder_input_ids": batch.ids}
     sentence = (
         "decoder.block.0.layer.1.EncDecAttention attends from 9 queries to 9 keys, which are not the tokens of the "
         "texts. Give a model whose layers read each token of a text once, or choose other layers."
@@ -200,6 +199,14 @@ def test_a_layer_that_reads_something_else_than_the_tokens_is_an_error() -> None
     with replace_attention(model), CensusTally.measure_model(model, PROBES, (), 1) as tally:
         tally.current.batch = batch
         with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
+            model(**given, decoder_attention_mask=mask)
+    sentence = (
+        "decoder.block.0.layer.0.SelfAttention reads 36 tokens, and the texts of the batch have 18. Give a model whose "
+        "layers read each token of a text once, or choose other layers."
+    )
+    with replace_attention(model), CensusTally.measure_model(model, PROBES, (), 1) as tally:
+        tally.current.batch = batch
+        with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):  # padding that nothing hides
             model(**given)
 
 

@@ -278,5 +278,7 @@ def test_the_findings_of_a_record_are_those_of_all_its_texts_or_of_one() -> None
     assert record.findings() == []  # one of the four texts differs, so the error over texts is large
     with pytest.raises(ArgumentError, match="There is no sample 4"):
         record.findings(sample=4)
+    summary = read(ids(4, 12), keep="summary")
+    assert summary.findings() == []
     with pytest.raises(ProbeError, match="so it has no single texts"):
-        read(ids(1, 12), keep="summary").findings()
+        summary.findings(sample=0)

@@ -22,12 +22,12 @@ from multihead.record.running_summary import (
     MAX_BINNED_VALUE,
     MIN_BINNED_VALUE,
     NUM_BINS,
-    QuantileSketch,
     RunningSummary,
+    quantile_of_bins,
 )
-from multihead.record.summaries import MeasuredStatistic
 from tests.kernel_names import needs_native
 from tests.observation.recorded import Reader, ids, read
+from tests.record.measured_rows import add_to_summary
 
 BATCHES = [ids(2, 9, seed=1), ids(3, 5, seed=2), ids(1, 14, seed=3)]
 
@@ -50,82 +50,83 @@ def test_a_percentile_is_one_of_the_values_within_a_hundredth() -> None:
     values[1] *= -1
     values[2, ::3] *= -1
     for numbers in (values, values.float()):
-        sketch = QuantileSketch.empty(3)
-        sketch.add(numbers, torch.ones(3, 1000, dtype=torch.bool))
-        for again in (sketch, QuantileSketch.from_tensors(**sketch.tensors()), pickle.loads(pickle.dumps(sketch))):
+        summary = RunningSummary(3)
+        add_to_summary(summary, {"one": (numbers, torch.ones(3, 1000, dtype=torch.bool))})
+        for again in (summary, pickle.loads(pickle.dumps(summary))):
             for share in (0.0, 0.3, 0.5, 0.95, 1.0):
                 expected = numbers.double().quantile(share, dim=-1, interpolation="lower")
                 expected = expected.where(expected.abs() > MIN_BINNED_VALUE, 0.0)
-                torch.testing.assert_close(again.quantile(share), expected, rtol=0.0101, atol=MIN_BINNED_VALUE)
-            assert torch.equal(again.quantile(1.0), numbers.double().amax(-1))
+                found = quantile_of_bins(again.bins, again.sums, share)
+                torch.testing.assert_close(found, expected, rtol=0.0101, atol=MIN_BINNED_VALUE)
+            assert torch.equal(again.summary("max")["one"], numbers.double().amax(-1))
 
 
-def test_the_maximum_of_the_largest_score_is_exact_and_may_be_negative() -> None:
+def test_statistics_that_only_some_calls_have_keep_exact_extremes_without_what_is_not_finite() -> None:
     summary = RunningSummary(2)
-    values = torch.tensor([[[-3.0, 5.25], [1.0, 2.0]], [[7.125, 9.0], [torch.nan, 0.0]]])  # (batch, heads, queries)
-    counted = torch.tensor([[[True, True], [True, True]], [[True, False], [False, True]]])
+    values = torch.tensor([[-3.0, 5.25, 7.125, 9.0], [1.0, 2.0, torch.nan, 0.0]])  # (heads, rows)
+    counted = torch.tensor([[True, True, True, False], [True, True, False, True]])
     for _ in range(2):
-        summary.add(
-            {"largest_score": MeasuredStatistic(values, counted), "other": MeasuredStatistic(values, counted)},
-            samples=2,
-        )
-        summary.add({"largest_score": MeasuredStatistic(values[0], counted[0])}, samples=1)
-    assert summary.summary("max", ("largest_score",))["largest_score"].tolist() == [7.125, 2.0]
-    summary.add({"largest_score": MeasuredStatistic(values, torch.ones_like(counted))}, samples=2)
-    assert summary.summary("max", ("largest_score",))["largest_score"].isnan().tolist() == [False, True]
-    assert RunningSummary(2).summary("max") == {}
+        add_to_summary(summary, {"other": (values, counted)}, lengths=[2, 2])
+        add_to_summary(summary, {"largest_score": (values, counted), "other": (values, counted)}, lengths=[2, 2])
+        add_to_summary(summary, {"largest_score": (values[:, :2], counted[:, :2])})
+    assert summary.summary("max")["largest_score"].tolist() == [7.125, 2.0]
+    add_to_summary(summary, {"largest_score": (values, torch.ones_like(counted))})
+    assert summary.summary("max")["largest_score"].tolist() == [9.0, 2.0]
+    rows = summary.rows_of_statistics()["largest_score"]
+    assert (summary.sums.num_nonfinite[rows].tolist(), summary.sums.num_queries[rows].tolist()) == ([0, 1], [14, 13])
+    assert summary.sums.num_queries[summary.rows_of_statistics()["other"]].tolist() == [12, 12]
+    add_to_summary(summary, {"none": (values * torch.inf, counted)})
+    assert summary.summary("mean")["none"].isnan().tolist() == [True, True]
+    assert (RunningSummary(2).summary("max"), summary.num_samples) == ({}, 12)
 
 
-def test_the_smallest_the_largest_and_what_is_no_number_are_counted_too() -> None:
-    sketch = QuantileSketch.empty(2)
-    sketch.add(torch.tensor([[0.0, 1e-30, 1e30], [1.0, torch.nan, 1.0]]), torch.ones(2, 3, dtype=torch.bool))
-    assert int(sketch.bins.sum()) == 6
-    assert sketch.quantile(0.5).isnan().tolist() == [False, True]
-    assert float(sketch.quantile(0.5)[0]) == 0
-    assert float(sketch.quantile(1.0)[0]) == float(torch.tensor(1e30))
-    assert torch.equal(QuantileSketch.empty(2).quantile(0.5), torch.zeros(2, dtype=torch.float64))
+def test_the_smallest_and_the_largest_are_counted_too() -> None:
+    summary = RunningSummary(2)
+    values = torch.tensor([[0.0, 1e-30, 1e30], [1.0, torch.nan, 1.0]])
+    add_to_summary(summary, {"one": (values, torch.ones(2, 3, dtype=torch.bool))})
+    assert int(summary.bins.sum()) == 5
+    assert summary.summary("median")["one"].tolist() == [0, 1]
+    assert float(summary.summary("max")["one"][0]) == float(torch.tensor(1e30))
 
 
 @needs_native
-@pytest.mark.parametrize("shape", [(7, 3, 41), (3, 41), (2, 3, 0), (0, 3, 4)])
-def test_the_native_library_adds_the_same_values_to_the_same_bins(shape: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("lengths", [(7, 41, 0, 12), (41,), (0, 0), ()])
+def test_the_native_library_adds_the_same_values_to_the_same_sums(lengths: tuple[int, ...]) -> None:
+    generator, shape = torch.Generator().manual_seed(0), (3, sum(lengths))
     # from below MIN_BINNED_VALUE to above MAX_BINNED_VALUE, of both signs
     values = torch.exp(8 * torch.randn(shape, generator=generator)) * torch.randn(shape, generator=generator).sign()
     extremes = torch.tensor([0.0, -0.0, -2.5, 1e-42, MIN_BINNED_VALUE, MAX_BINNED_VALUE, torch.inf, -torch.inf])
     values.view(-1)[: len(extremes)] = extremes[: values.numel()]
     if values.numel():
-        values[..., -1, -1] = torch.nan
+        values[..., -1] = torch.nan
     counted = torch.rand(shape, generator=generator) < 0.7
     # A tensor in another order than the kernel's, and one of which a part is used.
-    strided = (
-        values.transpose(-1, -2).contiguous().transpose(-1, -2),
-        torch.cat([counted, counted], -1)[..., : shape[-1]],
-    )
-    found, with_tensors = QuantileSketch.empty(3), QuantileSketch.empty(3)
+    strided = values.mT.contiguous().mT, torch.cat([counted, counted], -1)[..., : shape[-1]]
+    found, with_tensors = RunningSummary(3), RunningSummary(3)
     for _ in range(2):
-        found.add(*strided)
+        add_to_summary(found, {"one": strided}, lengths)
         with patch.object(library, "_library_or_reason", lambda: "it is hidden"):
-            with_tensors.add(values, counted)
+            add_to_summary(with_tensors, {"one": (values, counted)}, lengths)
     assert torch.equal(found.bins, with_tensors.bins)
-    assert torch.equal(found.count, with_tensors.count)
-    torch.testing.assert_close(found.total, with_tensors.total, equal_nan=True, rtol=1e-13, atol=0)
+    for name, one in found.sums._asdict().items():
+        other = getattr(with_tensors.sums, name)
+        torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-12, atol=0, msg=name)
 
 
 @needs_native
 def test_a_sum_has_the_same_bits_for_any_number_of_threads() -> None:
-    values, counted = torch.rand(9, 5, 301), torch.rand(9, 5, 301) < 0.8
+    values, counted = torch.rand(5, 2709), torch.rand(5, 2709) < 0.8
     found = []
     threads = torch.get_num_threads()
     for number in (1, 2, 3):
         torch.set_num_threads(number)
         try:
-            sketch = QuantileSketch.empty(5)
-            sketch.add(values, counted)
+            summary = RunningSummary(5)
+            add_to_summary(summary, {"one": (values, counted)}, [301] * 9)
         finally:
             torch.set_num_threads(threads)
-        found.append(sketch)
-    assert all(torch.equal(each.total, found[0].total) for each in found)
+        found.append(summary)
+    assert all(torch.equal(each.sums.mean, found[0].sums.mean) for each in found)
     assert all(torch.equal(each.bins, found[0].bins) for each in found)
 
 
@@ -144,25 +145,21 @@ def test_a_probe_of_a_script_with_a_number_per_key_is_refused_before_the_model_r
 def test_more_texts_take_no_more_memory() -> None:
     def held(record: Record) -> int:
         assert record.calls == []
-        return sum(
-            each.total.nbytes + each.count.nbytes + each.bins.nbytes
-            for layer in record.layers
-            if layer.running_summary is not None
-            for each in layer.running_summary.statistics.values()
-        )
+        summaries = [layer.running_summary for layer in record.layers if layer.running_summary is not None]
+        return sum(each.bins.nbytes + sum(column.nbytes for column in each.sums) for each in summaries)
 
     few, many = read(ids(1, 8), keep="summary"), read(*[ids(4, 8, seed=seed) for seed in range(9)], keep="summary")
     assert held(few) == held(many)
-    assert held(few) / len(few.layers) / 4 <= len(PROBES) * 8 * (2 * NUM_BINS + 2)
+    assert held(few) / len(few.layers) / 4 <= len(PROBES) * 8 * (2 * NUM_BINS + 10)
+    assert all(len(layer.running_summary._open) == 1 for layer in many.layers if layer.running_summary is not None)
 
 
-def test_a_pickled_summary_takes_the_memory_of_its_statistics() -> None:
-    """Ranks send their summaries to each other, and the sketches are views of one tensor."""
-    few, many = (
-        len(pickle.dumps(read(*BATCHES, keep="summary", probes=names).layers[0].running_summary))
-        for names in (("entropy",), ("entropy", "largest_weight", "mean_distance", "first_mass"))
-    )
-    assert many < 4.1 * few
+def test_a_pickled_summary_takes_the_memory_of_the_bins_that_have_values() -> None:
+    """Ranks send their summaries to each other."""
+    summary = read(*BATCHES, keep="summary").layers[0].running_summary
+    assert summary is not None
+    assert len(pickle.dumps(summary)) < summary.bins.nbytes / 10
+    torch.testing.assert_close(pickle.loads(pickle.dumps(summary)).summary("p95"), summary.summary("p95"))
 
 
 def test_a_text_in_steps_counts_once() -> None:
@@ -206,26 +203,23 @@ def test_a_text_alone_is_refused() -> None:
 def test_a_padded_batch_is_summed_up_together(options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, texts, lengths = Reader().eval(), ids(5, 11), (11, 2, 1, 7, 4)
-    counting = patch.object(QuantileSketch, "add", autospec=True, side_effect=QuantileSketch.add)
+    counting = patch.object(RunningSummary, "add", autospec=True, side_effect=RunningSummary.add)
     with torch.no_grad(), counting as sums, mh.observe(model, keep="summary") as found:
         model(texts, lengths=lengths, **options)
-    # whatever the number of texts
-    assert sums.call_count == sum(
-        len(layer.running_summary.statistics) for layer in found.layers if layer.running_summary
-    )
+    assert sums.call_count == len(found.layers)  # whatever the numbers of texts and of statistics
     with torch.no_grad(), mh.observe(model, keep="statistics") as expected:
         model(texts, lengths=lengths, **options)
     for layer, other in zip(found.layers, expected.layers, strict=True):
         assert layer.num_samples == other.num_samples == 5
         torch.testing.assert_close(layer.summary(), other.summary(), atol=1e-12, rtol=1e-12)
         assert layer.running_summary is not None
-        for name, sketch in layer.running_summary.statistics.items():
-            alone = QuantileSketch.empty(4)
-            for sample in other.samples:
-                measured = sample.measured()[name]
-                alone.add(measured.values, measured.counted)
-            assert torch.equal(sketch.bins, alone.bins)
-            assert torch.equal(sketch.count, alone.count)
+        alone = RunningSummary(4)
+        for sample in other.samples:
+            alone.add(sample.measured_rows(), alone.begin_texts(1))
+        for name, rows in layer.running_summary.rows_of_statistics().items():
+            of_alone = alone.rows_of_statistics()[name]
+            assert torch.equal(layer.running_summary.bins[rows], alone.bins[of_alone])
+            assert torch.equal(layer.running_summary.sums.num_queries[rows], alone.sums.num_queries[of_alone])
     found.save(tmp_path / "run.safetensors")
     assert Record.load(tmp_path / "run.safetensors").table(of="p95").rows == found.table(of="p95").rows
 
@@ -245,15 +239,15 @@ def test_a_text_that_goes_on_from_a_batch_is_summed_up_too() -> None:
 @pytest.mark.parametrize("keep", ["summary", "statistics"])
 def test_a_query_of_a_step_counts_if_the_text_has_the_key_at_the_offset(keep: Any) -> None:
     layer, cache, x = mh.MultiHeadAttention(16, 4), KeyValueCache(), torch.randn(1, 6, 16)
-    next_key, previous_key = mh.probes.offset_mass(1), mh.probes.offset_mass(-1)
-    with torch.no_grad(), mh.observe(layer, keep=keep, probes=[next_key, previous_key]) as found:
+    next_key, later_key, previous_key = map(mh.probes.offset_mass, (1, 3, -1))
+    with torch.no_grad(), mh.observe(layer, keep=keep, probes=[next_key, later_key, previous_key]) as found:
         for first, stop in ((0, 3), (3, 5), (5, 6)):
             layer(x[:, first:stop], cache=cache)
     call = torch.tensor([0, 0, 0, 1, 1, 2])
     with torch.no_grad(), mh.observe(layer) as whole:
         layer(x, mask=mh.masks.Keep((call[:, None] >= call)[None, None]))
     weights, means = whole.layers[0].sample().weights().double(), found.layers[0].means()
-    for probe, offset in ((next_key, 1), (previous_key, -1)):
+    for probe, offset in ((next_key, 1), (later_key, 3), (previous_key, -1)):
         expected = weights.diagonal(offset, -2, -1).mean(-1)
         torch.testing.assert_close(means[probe.name], expected, atol=1e-6, rtol=1e-6)
 
@@ -308,5 +302,96 @@ def test_special_tokens_of_a_text_in_steps_are_known_in_every_step() -> None:
         model(given)
     for layer, other in zip(found.layers, whole.layers, strict=True):
         assert layer.running_summary is not None
-        assert layer.running_summary.statistics["special_mass"].count.tolist() == [18.0] * 4
+        assert layer.running_summary.sums.num_queries.tolist() == [18] * 4
         torch.testing.assert_close(layer.means(), other.means(), atol=1e-5, rtol=1e-5)
+
+
+class TwoMasks(Reader):
+    """A model whose second layer sees less."""
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer, window in zip(self.layers, (20, 2), strict=True):
+            x = layer(x, mask=mh.masks.Causal() & mh.masks.Window(window), **options)
+        return x  # type: ignore[no-any-return]
+
+
+@needs_native
+@pytest.mark.parametrize("batches", [[(11, 2, 1, 7, 4)], [(11, 7)], [(9,), (12,), (3, 4, 12)]], ids=str)
+def test_the_kinds_of_a_summary_its_chance_and_its_standard_errors_are_those_of_the_texts(
+    batches: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    probes = (*mh.probes.DEFAULT, "induction_mass", "separator_mass")
+    torch.manual_seed(0)
+    model, records = TwoMasks().eval(), []
+    with torch.no_grad():
+        model.layers[0].q_proj.weight[:4] = 0  # head 0 spreads evenly
+    for keep in ("summary", "statistics"):
+        with torch.no_grad(), mh.observe(model, keep=keep, probes=probes, special_ids=[7]) as record:  # type: ignore[arg-type]
+            for lengths in batches:
+                model(ids(len(lengths), max(lengths)) % 9, lengths=lengths)
+        records.append(record)
+    summary, texts = records
+    summary.save(tmp_path / "run.safetensors")
+    for found in (summary, Record.load(tmp_path / "run.safetensors"), pickle.loads(pickle.dumps(summary))):
+        for one, other in zip(found.profiles(), texts.profiles(), strict=True):
+            assert (one.kinds, one.evidence.keys()) == (other.kinds, other.evidence.keys())
+            for name, expected in other.evidence.items():
+                of_one = one.evidence[name]
+                torch.testing.assert_close(of_one.mean, expected.mean, atol=1e-7, rtol=2e-6)
+                torch.testing.assert_close(of_one.chance, expected.chance, atol=1e-7, rtol=2e-7, msg=name)
+                torch.testing.assert_close(of_one.standard_error, expected.standard_error, atol=1e-6, rtol=1e-6)
+                assert torch.equal(of_one.num_observations, expected.num_observations)
+        assert [row["kind"] for row in found.table().rows] == [row["kind"] for row in texts.table().rows]
+        assert found.findings() == summary.findings()
+    assert summary.layers[0].kinds[0] == ("broad",)
+
+
+@needs_native
+@pytest.mark.parametrize("numbers", [1, 5])
+def test_a_text_that_goes_on_counts_as_one_text_in_the_standard_error(numbers: int) -> None:
+    layer, x = mh.MultiHeadAttention(16, 4), torch.randn(numbers, 30, 16)
+    records = []
+    for keep in ("summary", "statistics"):
+        with torch.no_grad(), mh.observe(layer, keep=keep) as record:  # type: ignore[arg-type]
+            for part in (x, x[:, :20]):  # two batches of texts
+                cache = KeyValueCache()
+                for first, stop in itertools.pairwise((0, 14, 15, 16, part.shape[1])):
+                    layer(part[:, first:stop], mask=mh.masks.Causal(), cache=cache)
+        records.append(record)
+    for one, other in zip(*(each.profiles() for each in records), strict=True):
+        for name, expected in other.evidence.items():
+            torch.testing.assert_close(one.evidence[name].chance, expected.chance, atol=1e-7, rtol=2e-7, msg=name)
+            if numbers == 5:  # of fewer than four texts only the blocks of calls with many queries are known
+                torch.testing.assert_close(one.evidence[name].standard_error, expected.standard_error)
+            else:
+                assert bool((one.evidence[name].standard_error < 3 * expected.standard_error + 1e-9).all()), name
+
+
+def test_a_summary_without_chance_levels_says_so_and_has_no_column_of_kinds(tmp_path: Path) -> None:
+    record = read(*BATCHES, keep="summary", probes="largest_score")
+    assert "kind" not in record.table().rows[0]
+    with pytest.raises(ProbeError) as caught:
+        record.kinds()
+    assert str(caught.value) == (
+        "layers.0 was summarised without chance levels, so no kinds of heads can be told. "
+        'Observe it again with keep="summary", or with keep="statistics" on one of several ranks.'
+    )
+
+
+def test_integers_of_a_probe_of_a_script_are_averaged_and_queries_of_nan_are_left_out_and_counted() -> None:
+    sure = Probe("sure", lambda parts: (parts["largest_weight"] > 0.2).long(), {"largest_weight"})
+    layer, x = mh.MultiHeadAttention(16, 4).eval(), torch.randn(2, 9, 16)
+    x[1, 4, 0] = torch.nan
+    for keep in ("summary", "statistics"):
+        with torch.no_grad(), mh.observe(layer, keep=keep, probes=("entropy", sure)) as record:  # type: ignore[arg-type]
+            layer(x, mask=mh.masks.Causal())
+        with torch.no_grad(), mh.observe(layer, probes=("entropy", sure)) as clean:
+            layer(x[:1], mask=mh.masks.Causal())
+            layer(x[1:, :4], mask=mh.masks.Causal())
+        expected = clean.layers[0].means()
+        torch.testing.assert_close(record.layers[0].means()["entropy"], expected["entropy"], atol=1e-6, rtol=1e-6)
+        assert "sure" in expected
+        assert [row["nonfinite"] for row in record.table().rows] == [5] * 4
+        assert "nonfinite" in str(record.table()).splitlines()[0]
+        assert "nonfinite" not in clean.table().rows[0]

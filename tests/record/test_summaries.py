@@ -46,11 +46,19 @@ def test_where_no_query_counts_the_sum_is_0() -> None:
         assert torch.equal(sample.summary(of)["entropy"], torch.zeros(4, dtype=torch.float64))  # type: ignore[arg-type]
 
 
-def test_a_row_of_nan_makes_its_heads_summary_nan() -> None:
+def test_what_is_not_finite_counts_in_no_summary_and_is_nan_where_nothing_else_is_left() -> None:
     sample = asked().layers[0].sample()
-    sample._per_query["entropy"].all_rows()[1, 3] = torch.nan
+    entropy = sample._per_query["entropy"].all_rows()
+    whole = sample.summary()["entropy"]
+    entropy[1, 3], entropy[2, :2], entropy[3] = torch.nan, torch.inf, torch.nan
+    measured = sample.measured()["entropy"]
+    assert measured.nonfinite is not None
+    assert measured.nonfinite.sum(-1).tolist() == [0, 1, 2, entropy.shape[1]]
+    expected = [whole[0], entropy[1][entropy[1].isfinite()].double().mean(), entropy[2, 2:].double().mean()]
+    assert torch.allclose(sample.summary()["entropy"][:3], torch.stack(expected), atol=1e-12)
     for of in ("mean", "median", "p95", "max"):
-        assert sample.summary(of)["entropy"].isnan().tolist() == [False, True, False, False]  # type: ignore[arg-type]
+        found = sample.summary(of)["entropy"]  # type: ignore[arg-type]
+        assert found.isnan().tolist() == [False, False, False, True]
 
 
 def test_another_way_to_sum_up_is_refused() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from multihead.counting.sums import SUMS_WITHOUT_QUERIES, StatisticSums
+from multihead.record.running_summary import SUMS_WITHOUT_QUERIES, StatisticSums
 
 METADATA_KEY = b"multihead"
 """Key in the metadata of a parquet file under which the counts of the shard or census are stored as JSON."""
@@ -86,7 +86,7 @@ def build_heads_table(
     """
     import pyarrow as pa
 
-    sums = StatisticSums(*(column[order] for column in sums))
+    sums = sums.rows(order)
     none = (sums.num_queries == 0).numpy()
     null_where = {**dict.fromkeys(CHANCE_COLUMNS, none | sums.excess.isnan().numpy()), "minimum": none, "maximum": none}
     columns: dict[str, Any] = dict(

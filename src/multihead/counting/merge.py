@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from multihead.counting.heads_table import (
@@ -26,8 +25,8 @@ from multihead.counting.heads_table import (
     table_to_parquet,
 )
 from multihead.counting.plan import Plan
-from multihead.counting.sums import StatisticSums
 from multihead.files import write_atomically
+from multihead.record.running_summary import StatisticSums
 
 HEADS_FILE = "heads.parquet"
 SHARDS_FILE = "shards.parquet"
@@ -74,8 +73,8 @@ class MergedSums:
     def _add_sums(self, sums: StatisticSums, rows: IntArray) -> None:
         """Merge sums into the rows with the indices `rows`, of which some may be new."""
         new = StatisticSums.empty(len(self.row_of_head) - len(self.sums.num_queries))
-        self.sums = StatisticSums(*map(torch.cat, zip(self.sums, new, strict=True)))
-        merged = StatisticSums(*(column[rows] for column in self.sums)).merge(sums)
+        self.sums = StatisticSums.concatenate([self.sums, new])
+        merged = self.sums.rows(rows).merge(sums)
         for column, values in zip(self.sums, merged, strict=True):
             column[rows] = values
 

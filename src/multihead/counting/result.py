@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, zip_longest
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from multihead.counting.formats import rows_of_shard
-from multihead.counting.heads_table import CHANCE_COLUMNS
+from multihead.counting.heads_table import sums_of_table
 from multihead.counting.merge import (
     MergedTables,
     merge_shards,
@@ -38,13 +38,12 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Probe, Statistic
 from multihead.record.analysis.find import FoundHead, ValueRange, find
 from multihead.record.analysis.highlights import Finding, HeadKind, findings, heads_of_kinds
-from multihead.record.chance import ChanceComparison, error_of_mean
 from multihead.record.layer import LayerRecord
 from multihead.record.notebook import HeadOfLayer
-from multihead.record.profiles import LayerKinds, kinds_of_heads
-from multihead.record.running_summary import RunningSummary
-from multihead.record.summaries import QUANTILE_OF_SUMMARY, SummaryName, check_summary_name
-from multihead.record.table import HeadTable, head_rows
+from multihead.record.profiles import LayerKinds
+from multihead.record.running_summary import RunningSummary, StatisticSums
+from multihead.record.summaries import SummaryName, check_summary_name
+from multihead.record.table import HeadTable
 
 MIN_COMPARED_VALUE = 2.0**-10
 """Values below this count as 0 when distributions are compared: a weight of 1e-6 or of 1e-5 makes no difference."""
@@ -257,11 +256,18 @@ class Census:
         found: dict[int, _CensusLayerSummary] = {}
         for (layer, name, _), row in self.row_of_head.items():
             if layer not in found:
-                found[layer] = _CensusLayerSummary(0, self.texts, census=self, name=self.names[row])
-            rows_of = found[layer].rows_by_statistic.setdefault(name, [])
-            rows_of.append(row)
-            found[layer].num_heads = len(rows_of)
-        return [LayerRecord(summary.name, running_summary=summary, number=layer) for layer, summary in found.items()]
+                found[layer] = _CensusLayerSummary(0, self.texts, census=self, layer_name=self.names[row])
+            summary = found[layer]
+            if name not in summary.names:
+                summary.names.append(name)
+            summary.row_of_head.append(row)
+            summary.num_heads = len(summary.row_of_head) // len(summary.names)
+        return [LayerRecord(each.layer_name, running_summary=each, number=layer) for layer, each in found.items()]
+
+    @cached_property
+    def sums(self) -> StatisticSums:
+        """The sums of each row of the table of heads."""
+        return sums_of_table(self.heads)
 
     @cached_property
     def row_of_head(self) -> dict[tuple[int, str, int], int]:
@@ -276,11 +282,11 @@ class Census:
 
     @cached_property
     def numbers(self) -> dict[str, NDArray[np.float64]]:
-        """Column of the table of heads -> (rows,) float64; 0 where no query counted, NaN where chance is unknown."""
+        """Column of the table of heads -> (rows,) float64; 0 where no query counted."""
         has_no_query = self.heads["count"].to_numpy() == 0
         return {  # a null in the table becomes NaN
             name: np.where(has_no_query, 0.0, self.heads[name].to_numpy().astype(np.float64))
-            for name in ("count", "mean", "squares", "minimum", "maximum", *CHANCE_COLUMNS)
+            for name in ("count", "mean", "minimum", "maximum")
         }
 
     @property
@@ -310,12 +316,19 @@ class Census:
         """
         found = []
         for layer in self.layers:
-            assert isinstance(layer.running_summary, _CensusLayerSummary)
-            evidence = layer.running_summary.evidence()
-            named = kinds_of_heads(evidence, heads=layer.num_heads, among=self.all_kinds)
-            chance = {name: each.chance for name, each in evidence.items()}
-            means = layer.summary()
-            found.append(LayerKinds(layer.number, layer.name, means, chance, evidence, named, cross_attention=False))
+            assert layer.running_summary is not None
+            evidence, means = layer.running_summary.evidence(), layer.summary()
+            found.append(
+                LayerKinds.from_evidence(
+                    means,
+                    evidence,
+                    number=layer.number,
+                    name=layer.name,
+                    heads=layer.num_heads,
+                    cross_attention=False,
+                    among=self.all_kinds,
+                )
+            )
         return found
 
     def kinds(self, *names: str) -> list[HeadKind]:
@@ -439,7 +452,7 @@ class Census:
         found = []
         read = self.profiles() if kinds else [None] * len(self.layers)
         for layer, each in zip(self.layers, read, strict=True):
-            of_layer = head_rows(layer.number, layer.name, layer.num_heads, layer.summary(of))
+            of_layer = layer.rows(of)
             if each is not None and each.evidence:
                 of_layer = [row | each.row(head) for head, row in enumerate(of_layer)]
             found += of_layer
@@ -601,44 +614,27 @@ class Census:
 
 @dataclass(eq=False)
 class _CensusLayerSummary(RunningSummary):
-    """The summary of one layer of a census, with the interface of the running summary of a record.
+    """The summary of one layer of a census, whose histograms stay in the table of heads.
 
     Attributes:
         census: the census.
-        name: the layer's name.
-        rows_by_statistic: name of a statistic -> index of each head's row in the table of heads.
+        layer_name: the layer's name.
+        row_of_head: index in the table of heads of each row of the summary.
     """
 
     census: Census = field(kw_only=True)
-    name: str = field(kw_only=True)
-    rows_by_statistic: dict[str, list[int]] = field(default_factory=dict, kw_only=True)
+    layer_name: str = field(kw_only=True)
+    row_of_head: list[int] = field(default_factory=list, kw_only=True)
 
-    def evidence(self) -> dict[str, ChanceComparison]:
-        """Return name of a statistic -> its comparison with chance, for the statistics whose chance level is known."""
-        found = {}
-        for name, at in self.rows_by_statistic.items():
-            mean, chance, count, texts, squares = (
-                torch.from_numpy(self.census.numbers[each][at])
-                for each in ("mean", "chance", "count", "texts", "excess_squares")
-            )
-            if not bool(chance.isnan().any()):
-                found[name] = ChanceComparison(mean, chance, error_of_mean(texts, squares), count)
-        return found
+    @property
+    def sums(self) -> StatisticSums:
+        """The sums of all rows."""
+        return self.census.sums.rows(self.row_of_head)
 
-    def summary(self, of: SummaryName, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Summarise the statistics: name -> (heads,) float64; "mean" and "max" are exact, quantiles within 1 %."""
-        check_summary_name(of)
-        numbers, quantile = self.census.numbers, self.census.quantile_of_row
-        found = {}
-        for name, at in self.rows_by_statistic.items():
-            if names is not None and name not in names:
-                continue
-            if of in ("mean", "max"):
-                values = numbers["mean" if of == "mean" else "maximum"][at]
-            else:
-                values = np.array([quantile(row, QUANTILE_OF_SUMMARY[of]) for row in at])
-            found[name] = torch.from_numpy(values.astype(np.float64))
-        return found
+    def _quantiles(self, sums: StatisticSums, rows: slice, share: float) -> Tensor:
+        """Return the quantile below which a share of the values of each row lies, within 1 %: (rows,) float64."""
+        found = [self.census.quantile_of_row(row, share) for row in self.row_of_head[rows]]
+        return torch.tensor(found, dtype=torch.float64)
 
 
 def _rank_by_divergence(

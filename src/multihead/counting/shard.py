@@ -220,13 +220,13 @@ def _shard_as_parquet(
 
     tables = [heads_schema().empty_table()]
     for number, layer in sorted(layers.items()):
-        rows = [(number, layer.name, name, head) for name in layer.statistics for head in range(layer.num_heads)]
+        rows = [(number, layer.name, name, head) for name in layer.names for head in range(layer.num_heads)]
         row_of_bin, value, count = layer.filled_bins()
         bins = row_of_bin, pa.array(value), pa.array(count)
         examples = [
             [_describe_example(pieces[each[1]], index, *each) for each in zip(*row, strict=True) if each[0] > -inf]
             for row in zip(*(column.tolist() for column in layer.strongest), strict=True)
         ]
-        tables.append(build_heads_table(rows, np.arange(len(rows)), layer.row_sums, bins, examples))
+        tables.append(build_heads_table(rows, np.arange(len(rows)), layer.sums, bins, examples))
     table = pa.concat_tables(tables).combine_chunks()
     return table_to_parquet(table, {"plan": plan.id, "shard": index, **asdict(counts)})

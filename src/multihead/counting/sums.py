@@ -1,119 +1,29 @@
-"""Sums of the statistics of one layer's heads over one shard: moments, extremes, bins, and the strongest examples.
+"""Sums of the statistics of one layer's heads over one shard, with the strongest examples.
 
 The k strongest examples of a batch are found by k searches for the first maximum, in the order of texts and positions.
 These searches resolve ties without a stable sort, which takes ten times as long. After each search the text of the
 maximum is left out. All tokens of a text are in one batch, so the text's largest value in the batch is its largest of
 all, and examples of one text are never merged. A head whose values in the batch cannot replace its weakest example is
 skipped.
-
-The standard error in a census is computed as in a record, from one number per text: the text's mean of value - chance.
-A shard stores the number of texts, the mean of these numbers and the sum of their squared deviations, which are merged
-like the moments over queries. A ratio estimate, with n and n² of each text, would give a head another standard error in
-a census than in a record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from math import inf
-from typing import ClassVar, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from multihead.counting.batches import CurrentBatch, TextBatch
+from multihead.errors import ModelError
 from multihead.probes.catalogue import LARGEST_KEY
-from multihead.record.running_summary import QuantileSketch, RunningSummary, value_of_bin
-from multihead.record.summaries import MeasuredStatistic
+from multihead.record.running_summary import RunningSummary
+from multihead.record.text_rows import MeasuredRows
 
 TOKENS_BEFORE, TOKENS_AFTER = 24, 8
 """Numbers of tokens before and after the query of an example that are stored with the example."""
-
-
-class StatisticSums(NamedTuple):
-    """Sums of statistics of heads over the queries and the texts that count; a row is one statistic of one head.
-
-    Attributes:
-        num_queries: (rows,) int64, number of queries that count.
-        num_nonfinite: (rows,) int64, number of NaN and infinite values, which are left out of all other sums.
-        mean: (rows,) float64, mean of the values over the queries.
-        squares: (rows,) float64, sum of the squared deviations of the values from `mean`.
-        chance: (rows,) float64, mean chance level (even weights over the visible keys) over the queries; NaN where
-            unknown.
-        num_texts: (rows,) int64, number of texts that have a query that counts.
-        excess: (rows,) float64, mean over the texts of each text's mean of value - chance; NaN where unknown.
-        excess_squares: (rows,) float64, the sum of the squared deviations of the texts' means from `excess`.
-        minimum: (rows,) float64, smallest value; inf without a query.
-        maximum: (rows,) float64, largest value; -inf without a query.
-    """
-
-    num_queries: Tensor
-    num_nonfinite: Tensor
-    mean: Tensor
-    squares: Tensor
-    chance: Tensor
-    num_texts: Tensor
-    excess: Tensor
-    excess_squares: Tensor
-    minimum: Tensor
-    maximum: Tensor
-
-    @staticmethod
-    def empty(rows: int) -> StatisticSums:
-        """Return the sums of `rows` rows without a query."""
-        return StatisticSums(*(torch.from_numpy(np.full(rows, value)) for value in SUMS_WITHOUT_QUERIES.values()))
-
-    def merge(self, other: StatisticSums) -> StatisticSums:
-        """Return the sums over the queries and texts of both, row by row; no text is in both."""
-        zeros = torch.zeros_like(self.mean)
-        num_queries, mean, squares = merge_moments(
-            (self.num_queries, self.mean, self.squares), (other.num_queries, other.mean, other.squares)
-        )
-        _, chance, _ = merge_moments((self.num_queries, self.chance, zeros), (other.num_queries, other.chance, zeros))
-        num_texts, excess, excess_squares = merge_moments(
-            (self.num_texts, self.excess, self.excess_squares), (other.num_texts, other.excess, other.excess_squares)
-        )
-        num_nonfinite = self.num_nonfinite + other.num_nonfinite
-        extremes = torch.minimum(self.minimum, other.minimum), torch.maximum(self.maximum, other.maximum)
-        moments = num_queries, num_nonfinite, mean, squares, chance, num_texts, excess, excess_squares
-        return StatisticSums(*moments, *extremes)
-
-
-SUMS_WITHOUT_QUERIES = {
-    "count": 0,
-    "nonfinite": 0,
-    "mean": 0.0,
-    "squares": 0.0,
-    "chance": 0.0,
-    "texts": 0,
-    "excess": 0.0,
-    "excess_squares": 0.0,
-    "minimum": inf,
-    "maximum": -inf,
-}
-"""Column of the table of heads -> its value in a row without a query, in the order of the fields of `StatisticSums`."""
-
-
-Moments: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Moments of sets of numbers: count, mean, and sum of the squared deviations from the mean; (rows,) each."""
-
-
-def merge_moments(one: Moments, other: Moments) -> Moments:
-    """Return the moments of the union of two sets of numbers, row by row.
-
-    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
-
-    >>> merge_moments(*[(torch.tensor(n), torch.tensor(mean), torch.tensor(0.0)) for n, mean in ((2, 1.0), (1, 4.0))])
-    (tensor(3), tensor(2.), tensor(6.))
-    """
-    (before, mean, squares), (count, new_mean, new_squares) = one, other
-    both = before + count
-    difference = new_mean - mean
-    moved = difference * count / both.clamp(min=1)
-    return both, mean + moved, squares + new_squares + difference * moved * before
 
 
 class StrongestExamples(NamedTuple):
@@ -201,98 +111,34 @@ class StrongestExamples(NamedTuple):
 
 @dataclass(eq=False)
 class LayerSums(RunningSummary):
-    """The running summary of one layer with moments, extremes and the strongest examples, over the texts of a shard.
-
-    NaN and infinite values are left out of all sums. A row is one statistic of one head: rows = statistics * heads.
+    """The running summary of one layer with the strongest examples, over the texts of a shard.
 
     Attributes:
         name: the layer's qualified name.
         examples: number of strongest examples that are kept per row.
         current_batch: the batch of texts on which the model runs now.
-        sketch_of_all_rows: one quantile sketch of all rows; the sketches in `statistics` are views of its tensors.
-        row_sums: the moments and extremes of each row.
         strongest: the strongest examples of each row.
     """
 
     name: str = field(kw_only=True)
     examples: int = field(kw_only=True)
     current_batch: CurrentBatch = field(kw_only=True)
-    sketch_of_all_rows: QuantileSketch = field(init=False)
-    row_sums: StatisticSums = field(init=False)
     strongest: StrongestExamples = field(init=False)
     takes_batches: ClassVar[bool] = True
 
-    def _create_rows(self, names: list[str]) -> None:
-        """Create the sums of the statistics `names`, without a query."""
-        rows = len(names) * self.num_heads
-        self.sketch_of_all_rows = QuantileSketch.empty(rows)
-        whole = self.sketch_of_all_rows
-        views = (getattr(whole, each.name).split(self.num_heads) for each in fields(QuantileSketch))
-        self.statistics = {name: QuantileSketch(*tensors) for name, *tensors in zip(names, *views, strict=True)}
-        self.row_sums = StatisticSums.empty(rows)
-        self.strongest = StrongestExamples.empty(rows, self.examples)
+    def _keep_examples(self, values: Tensor, counted: Tensor, measured: MeasuredRows) -> None:
+        """Keep the strongest examples of a batch of whole texts, whose largest keys were measured too.
 
-    def add(self, measured: Mapping[str, MeasuredStatistic], *, samples: int) -> None:
-        """Add the statistics of a batch; `measured` includes "largest_key", as positions of keys in each text."""
-        self.num_samples += samples
-        batch = self.current_batch.batch
-        if not self.statistics:
-            self._create_rows([name for name in measured if name != LARGEST_KEY.name])
-        values = torch.stack([batch.drop_padding(measured[each].values) for each in self.statistics])
-        counted = torch.stack([batch.drop_padding(measured[each].counted) for each in self.statistics])
-        flat, taken = values.flatten(0, 1), counted.flatten(0, 1)  # (rows, tokens)
-        num_nonfinite = torch.zeros(len(flat), dtype=torch.int64)
-        if not bool(flat.sum().isfinite()):
-            finite = flat.isfinite()
-            num_nonfinite = (taken & ~finite).sum(-1)
-            taken &= finite
-        whole = self.sketch_of_all_rows
-        total, count = torch.zeros(2, len(flat), dtype=torch.float64)
-        replace(whole, total=total, count=count).add(flat[None], taken[None])
-        whole.total += total
-        whole.count += count
-        mean = total / count.clamp(min=1)
-        left_out = ~taken
-        deviation = (flat - mean[:, None]).masked_fill_(left_out, 0)  # float64
-        squares = torch.linalg.vecdot(deviation, deviation)
-        levels = torch.cat([self._chance_per_token(measured[each], like=values[0]) for each in self.statistics])
-        about_chance = self._compare_with_chance(flat, levels, taken, total)
-        extremes = [each.clone() for each in (whole.minimum, whole.maximum) if each is not None]
-        sums = StatisticSums(count.long(), num_nonfinite, mean, squares, *about_chance, *extremes)
-        self.row_sums = self.row_sums.merge(sums)
-        flat.masked_fill_(left_out, -torch.inf)
-        self.strongest.add(flat.view(values.shape), batch, batch.drop_padding(measured[LARGEST_KEY.name].values))
-
-    def _chance_per_token(self, measured: MeasuredStatistic, *, like: Tensor) -> Tensor:
-        """Return the chance level of a statistic at each token's query: (heads, tokens), NaN where unknown."""
-        if measured.chance is None:
-            return torch.full_like(like, torch.nan)
-        return self.current_batch.batch.drop_padding(measured.chance).expand_as(like)
-
-    def _compare_with_chance(
-        self, flat: Tensor, levels: Tensor, taken: Tensor, total: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return `chance`, `num_texts`, `excess` and `excess_squares` of a batch, as in `StatisticSums`.
-
-        Args:
-            flat: (rows, tokens), the values.
-            levels: (rows, tokens), the chance level of each value.
-            taken: (rows, tokens) bool, which values count.
-            total: (rows,) float64, the sum of the values that count.
+        Raises:
+            ModelError: the rows are not the tokens of the batch.
         """
-        starts = self.current_batch.batch.text_starts.numpy()
-        difference = torch.where(taken, flat.double() - levels, 0.0)
-        excess = torch.from_numpy(np.add.reduceat(difference.numpy(), starts, axis=1))  # (rows, texts)
-        num_queries = torch.from_numpy(np.add.reduceat(taken.numpy(), starts, axis=1, dtype=np.int32))
-        chance = (total - excess.sum(-1)) / num_queries.sum(-1).clamp(min=1)
-        has_query, excess = num_queries > 0, excess / num_queries.clamp(min=1)
-        num_texts = has_query.sum(-1)
-        mean = excess.sum(-1) / num_texts.clamp(min=1)
-        squares = torch.where(has_query, excess - mean[:, None], 0.0).square().sum(-1)
-        return chance, num_texts, mean, squares
-
-    def filled_bins(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-        """Return row, representative value and count of each non-empty bin, ordered by row and value: (bins,) each."""
-        bins = self.sketch_of_all_rows.bins
-        row, place = bins.nonzero().unbind(1)
-        return row.numpy(), value_of_bin(place).numpy(), bins[row, place].numpy()
+        batch = self.current_batch.batch
+        if values.shape[2] != batch.num_tokens:
+            raise ModelError(
+                f"{self.name} reads {values.shape[2]} tokens, and the texts of the batch have {batch.num_tokens}.",
+                "Give a model whose layers read each token of a text once, or choose other layers.",
+            )
+        if not hasattr(self, "strongest"):
+            self.strongest = StrongestExamples.empty(len(self.bins), self.examples)
+        values = values.masked_fill(~counted, -torch.inf)
+        self.strongest.add(values, batch, measured.values[LARGEST_KEY.name])

@@ -6,7 +6,7 @@ of different texts get different numbers, and special tokens are looked up per t
 padded, because it keeps texts apart.
 
 Chance levels are measured by the same code on the same batch with q k = 0, in one head
-(`StatisticsMeasurer.measure_chance_levels`), once per mask in a pass of the model. Measuring chance levels takes 2 ms
+(`StatisticsMeasurer.spread_evenly`), once per mask in a pass of the model. Measuring chance levels takes 2 ms
 per batch of 2,048 tokens. Measuring them text by text, as records do, takes 5 ms per text unless another text has the
 same length. The kernel of the call measures chance levels in float32 unless the model is in float64; float64 would need
 tiles of the whole row, which take 50 ms.
@@ -92,7 +92,9 @@ class CensusTally:
 
         measuring = StatisticsMeasurer(model, module_names(model), (*probes, LARGEST_KEY), tuple(special_ids))
         with track_inputs(model) as inputs:
-            recorder = Recorder(Record(), inputs, layer_filter, "summary", measuring, new_layer_sums)
+            recorder = Recorder(
+                Record(), inputs, layer_filter, "summary", measuring, new_running_summary=new_layer_sums
+            )
             with listen(recorder):
                 yield CensusTally(model, current, recorder)
 

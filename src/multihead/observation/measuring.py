@@ -7,26 +7,28 @@ measured for the whole batch in one more pass.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import ModelError
 from multihead.functional import attend
 from multihead.kernels.call import AttentionCall, AttentionRequest
 from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
 from multihead.kernels.parts import FIRST_KEYS_MASS, SPECIAL_MASS, TOKENS_MASS, PartName
 from multihead.observation.output_projection import output_weight
+from multihead.probes.catalogue import PROBES
 from multihead.probes.context import MAP_SIZE, PoolOperation, ProbeContext
 from multihead.probes.lookups import weight_at_keys
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.probe import Probe
-from multihead.probes.statistics import complete_statistics, parts_of_probes, possible_probes
-from multihead.record.batch import SampleSpans
+from multihead.probes.probe import PartValues, Probe, Statistic
+from multihead.probes.statistics import complete_statistics, parts_of_probes, possible_probes, statistics_of_call
+from multihead.record.batch import SampleSpans, concatenate_ranges
 from multihead.record.chance import with_zero_scores
-from multihead.record.summaries import MeasuredStatistic, occurred_before, queries_that_count
+from multihead.record.text_rows import MeasuredRows, TextRows
 from multihead.record.token_ids import CallTokenIds, is_among
 from multihead.tensors.shapes import AttentionShape
 
@@ -52,6 +54,11 @@ class StatisticsMeasurer:
     special_ids: tuple[int, ...] = ()
     map_size: int = MAP_SIZE
     map_pool: PoolOperation = "mean"
+
+    @cached_property
+    def own(self) -> dict[str, Statistic]:
+        """The statistics that are not built in, by name."""
+        return {probe.name: probe for probe in self.probes if probe.name not in PROBES}
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -89,65 +96,93 @@ class StatisticsMeasurer:
             weight = output_weight(layer, self.root, self.names[id(layer)], width=width)
         return ProbeContext(special, compared, sets, weight, map_size=self.map_size, map_pool=self.map_pool)
 
-    def measure_whole_batch(
-        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds
-    ) -> dict[str, MeasuredStatistic]:
-        """Measure all texts of a call at once; return statistic -> its values, and the queries to average over.
+    def measure(
+        self,
+        call: AttentionCall,
+        rows: TextRows,
+        context: ProbeContext,
+        *,
+        parts: PartValues | None = None,
+        chance: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> MeasuredRows:
+        """Measure the texts of a call: a whole batch, one text, a later call of a cache, or the queries of one rank.
 
         Args:
-            call: a call whose queries and keys are the tokens of whole texts, one per row or packed.
-            sample_spans: the positions of the texts in the batch.
-            ids: the token ids of the texts.
-        """
-        request, shape, logsumexp = call.request, call.request.shape, call.result.logsumexp.detach()
-        read = ids.key_ids(request)
-        if ids.cross_attention or read is None:
-            raise ModelError(
-                f"{self.module_name(request)} attends from {shape.query_length} queries to {shape.key_length} keys, "
-                "which are not the tokens of the texts.",
-                "Give a model whose layers read each token of a text once, or choose other layers.",
-            )
-        real, positions, num_keys = sample_spans.query_properties
-        read = read.masked_fill(~real[:, 0], -1)
-        text = torch.arange(shape.batch)[:, None]  # number of the text of each token
-        if sample_spans.packed:
-            text = torch.arange(len(sample_spans.spans)).repeat_interleave(
-                sample_spans.span_ends[2] - sample_spans.span_ends[1]
-            )[None]
-        distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts must not match
-        context = self.probe_context(request.known_origin.layer, shape, read, distinct=distinct)
-        context = replace(context, key_start=sample_spans.key_starts_in_text())
-        probes, parts = possible_probes(self.probes, request, context), call.result.statistics
-        if sample_spans.packed:
-            missing = parts_of_probes(probes) - parts.keys()
-            parts = {**parts, **_measure_packed_texts(call, sample_spans, text[0], missing, context)}
-        found = complete_statistics(request, logsumexp, probes, context, parts=parts, result=call.result)
-        sees = real & (logsumexp.cpu() != -torch.inf)
-        flat = distinct.flatten()
-        where = sees, positions, num_keys, lambda: occurred_before(torch.arange(len(flat)), flat).view(real.shape)
-        return {
-            probe.name: MeasuredStatistic(found[probe.name].cpu(), queries_that_count(probe, *where))
-            for probe in probes
-        }
-
-    def measure_chance_levels(
-        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds
-    ) -> dict[str, Tensor]:
-        """Measure the chance level of each probe, its value for weights spread evenly over the visible keys.
-
-        Takes the arguments of `measure_whole_batch`. One head is measured, because the chance level depends only on the
-        mask.
+            call: the call.
+            rows: its queries that belong to texts.
+            context: inputs of the probes besides q and k; with its first key, and the number of keys before it.
+            parts: measured parts that are valid for these texts; None takes those of the call.
+            chance: name of a statistic -> its chance levels, (heads or 1, rows).
 
         Returns:
-            statistic -> chance level, (batch, heads or 1, queries).
+            the statistics with a number per query whose inputs the call has.
+        """
+        request, logsumexp = call.request, call.result.logsumexp.detach()
+        if parts is None:
+            found = statistics_of_call(call, self.probes, context)
+        else:
+            possible = possible_probes(self.probes, request, context)
+            found = complete_statistics(request, logsumexp, possible, context, parts=parts, result=call.result)
+        values = {name: rows.select(each) for name, each in found.items()}
+        return MeasuredRows(rows, rows.select(logsumexp) != -torch.inf, values, chance, self.own)
+
+    def measure_batch(
+        self,
+        call: AttentionCall,
+        sample_spans: SampleSpans,
+        ids: CallTokenIds,
+        *,
+        windows: int = 1,
+        chance: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> MeasuredRows:
+        """Measure all texts of a call at once.
+
+        Args:
+            call: the first call of its texts, one per row or packed.
+            sample_spans: the positions of the texts in the batch.
+            ids: the token ids of the texts.
+            windows: how many consecutive rows of the batch are windows of one text.
+            chance: name of a statistic -> its chance levels, (heads or 1, rows).
+        """
+        request, shape = call.request, call.request.shape
+        rows = sample_spans.rows_with_ids(ids)
+        read, distinct = ids.key_ids(request), None
+        text = torch.arange(shape.batch)[:, None]  # number of the text of each token
+        if sample_spans.packed:
+            text = rows.text[None]
+        if read is not None:
+            real = torch.zeros(shape.batch, shape.key_length, dtype=torch.bool)
+            sample, _, _, first_key, stop_key = sample_spans.span_ends
+            real.view(-1)[concatenate_ranges(sample * shape.key_length + first_key, stop_key - first_key)] = True
+            read = read.masked_fill(~real, -1)
+            distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts must not match
+        context = self.probe_context(request.known_origin.layer, shape, read, distinct=distinct)
+        context = replace(context, key_start=sample_spans.key_starts_in_text(windows))
+        parts = call.result.statistics
+        if sample_spans.packed:
+            missing = parts_of_probes(possible_probes(self.probes, request, context)) - parts.keys()
+            parts = {**parts, **_measure_packed_texts(call, sample_spans, text[0], missing, context)}
+        measured = self.measure(call, rows, context, parts=parts, chance=chance)
+        return measured if windows == 1 else replace(measured, rows=replace(rows, ends=rows.ends[::windows]))
+
+    def measures_whole(self, request: AttentionRequest, sample_spans: SampleSpans, ids: CallTokenIds) -> bool:
+        """Whether `measure_batch` measures the texts of a call as if each were alone."""
+        needs_ids = bool(self.needs & {"ids", "special_keys"}) and (ids.queries is not None or ids.keys is not None)
+        if needs_ids and ids.key_ids(request) is None:
+            return False
+        sliceable = sample_spans.sliceable
+        return sliceable.any_part and all(map(sliceable.includes, parts_of_probes(self.probes)))
+
+    def spread_evenly(self, call: AttentionCall) -> tuple[StatisticsMeasurer, AttentionCall]:
+        """Return what measures chance levels, and the call with all scores 0, in one head unless heads' masks differ.
+
+        The chance level of a probe is its value for weights spread evenly over the visible keys.
         """
         probes = tuple(each for each in self.probes if each.chance and "values" not in each.needs)
         request = with_zero_scores(call.request, exact=call.request.shape.dtype == torch.float64)
         wanted = parts_of_probes(each for each in probes if not each.needs)
         request = replace(request, origin=call.request.origin, requested_statistics=wanted)
-        spread = AttentionCall(request, attend(request, published=False))
-        found = replace(self, probes=probes).measure_whole_batch(spread, sample_spans, ids)
-        return {name: each.values for name, each in found.items()}
+        return replace(self, probes=probes), AttentionCall(request, attend(request, published=False))
 
 
 def _measure_packed_texts(

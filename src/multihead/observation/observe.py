@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -59,7 +59,7 @@ def observe(
             or a part such as "layer.3"; None records all.
         keep: where q and k are kept for later tiles of the map: "cpu" (main memory), "device" (the device of the
             model), or nowhere: "statistics" keeps statistics per query, "summary" only their summary over all texts,
-            so that a loop over any number of batches takes constant memory.
+            with the kinds of the heads, so that a loop over any number of batches takes constant memory.
         probes: the statistics, by name or as values such as `probes.offset_mass(-5)`; None takes the ones that cost
             next to nothing, `multihead.probes.DEFAULT`. A probe is skipped for calls that lack an input of the probe:
             token ids, special tokens, an output projection or learned sinks.
@@ -86,6 +86,29 @@ def observe(
     >>> seen.layers[0].weights(head=1, queries=slice(0, 2)).shape
     torch.Size([2, 5])
     """
+    options = Options(layers, keep, probes, special_ids, tokenizer, map_size, map_pool, kinds)
+    with record_calls(model, options) as record:
+        yield record
+
+
+class Options(NamedTuple):
+    """The arguments of `observe` besides the model, and whether a summary has chance levels."""
+
+    layers: Sequence[int | str] | int | str | None = None
+    keep: Keep = "cpu"
+    probes: ProbeOrName | Sequence[ProbeOrName] | None = None
+    special_ids: Sequence[int] = ()
+    tokenizer: Any = None
+    map_size: int = MAP_SIZE
+    map_pool: PoolOperation = "mean"
+    kinds: Sequence[Kind] = ()
+    keeps_chance: bool = True
+
+
+@contextmanager
+def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
+    """Record a model while it runs, see `observe`."""
+    layers, keep, probes, special_ids, tokenizer, map_size, map_pool, kinds, keeps_chance = options
     check_module(model)
     if tokenizer is not None:
         check_tokenizer(tokenizer, calls=False)
@@ -117,7 +140,7 @@ def observe(
         run_uncompiled(),
         track_inputs(root) as inputs,
     ):
-        recorder = Recorder(record, inputs, layer_filter, keep, measuring)
+        recorder = Recorder(record, inputs, layer_filter, keep, measuring, keeps_chance)
         with listen(recorder):
             yield record
     aligned = alignment_heads(root)
@@ -131,7 +154,7 @@ def observe(
         warnings.warn(
             f"The record is incomplete. {' '.join(dict.fromkeys(bypassed))} "
             "Let it call the function that transformers' AttentionInterface returns.",
-            stacklevel=3,
+            stacklevel=5,
         )
     recorder.check_complete(root)
     if unheard := [f"{name} ({kind})" for name, kind in recorder.unheard_layers(root).items()]:
@@ -140,7 +163,7 @@ def observe(
             "it did not run, or its attention is computed elsewhere, by a class of its own or by a function that takes "
             "its weights. multihead.compat.torch_nn.replace(model, inplace=True) makes each plain "
             "nn.MultiheadAttention a layer that is recorded.",
-            stacklevel=3,
+            stacklevel=5,
         )
 
 

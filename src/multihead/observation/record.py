@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ from multihead.record.analysis.similar import NearHead, nearest
 from multihead.record.batch import SLICING_LOCK, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordContents, layer_profiles, texts_of
 from multihead.record.notebook import HeadList, number_with_noun
-from multihead.record.profiles import LayerProfile
+from multihead.record.profiles import LayerKinds, LayerProfile
 from multihead.record.sample import OwnStatistics, SampleRecord
 from multihead.record.summaries import SummaryName, check_summary_name
-from multihead.record.table import HeadTable, head_rows
+from multihead.record.table import HeadTable
 from multihead.record.texts import GrowingText, Text, describe_texts
 
 __all__ = ["Record"]
@@ -194,7 +194,7 @@ class Record:
             of: "mean", "median", "p95" (the 95th percentile) or "max".
             kinds: whether each row has the `kind` of its head, such as "first+local", and the chance level of each
                 statistic, such as `previous_mass_chance`. These are computed text by text, which takes longer than the
-                rest; a record that kept only a summary, or the tokens of one of several ranks, has none.
+                rest, unless a summary was kept; a record of the tokens of one of several ranks has none.
 
         Raises:
             ArgumentError: there is no column `sort`, `top` is less than 1, or `of` is not one of these.
@@ -204,15 +204,14 @@ class Record:
         read = self.profiles() if kinds and self._has_kinds else [None] * len(self.layers)
         for layer, profile in zip(self.layers, read, strict=True):
             more = [{}] * layer.num_heads if profile is None else list(map(profile.row, range(layer.num_heads)))
-            of_layer = head_rows(layer.number, layer.name, layer.num_heads, layer.summary(of))
+            of_layer = layer.rows(of)
             rows += [row | each for row, each in zip(of_layer, more, strict=True)]
         return HeadTable.from_rows(rows, sort=sort, top=top, statistics=self.statistics)
 
     @property
     def _has_kinds(self) -> bool:
-        """Whether the kinds of heads can be computed: single texts were kept, each with all its tokens."""
-        single = all(layer.running_summary is None and layer.num_samples for layer in self.layers)
-        return single and all(one.split is None for layer in self.layers for one in layer.samples)
+        """Whether the kinds of all heads can be told."""
+        return all(layer.has_kinds for layer in self.layers)
 
     def statistic(self, name: str) -> Statistic:
         """Return the label, unit and number format of a statistic.
@@ -263,7 +262,7 @@ class Record:
             lang: "en" or "zh".
 
         Raises:
-            ProbeError: only a summary was kept.
+            ProbeError: one text is asked for, and only a summary was kept.
             ArgumentError: there is no such sample or language.
 
         >>> import torch
@@ -279,14 +278,34 @@ class Record:
         text = texts[sample or 0] if texts and (sample is not None or len(texts) == 1) else Text()
         return findings(profiles, tokens=text.tokens, special=text.special, lang=lang, among=self.all_kinds)
 
+    @overload
+    def profiles(
+        self,
+        *,
+        sample: int,
+        special: Sequence[bool] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[LayerProfile]: ...
+
+    @overload
+    def profiles(
+        self,
+        *,
+        sample: None = None,
+        special: Sequence[bool] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Sequence[LayerKinds]: ...
+
     def profiles(
         self,
         *,
         sample: int | None = None,
         special: Sequence[bool] | None = None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> list[LayerProfile]:
+    ) -> Sequence[LayerKinds]:
         """Return per layer the mean and chance level of each statistic, the kinds of the heads, and the mask.
+
+        A layer of which only a summary was kept has no mask.
 
         Args:
             sample: which text; None takes all of them together.
@@ -295,7 +314,8 @@ class Record:
                 seconds for 100,000 tokens.
 
         Raises:
-            ProbeError: only a summary was kept.
+            ProbeError: one text is asked for, and only a summary was kept, or one of an earlier version, without
+                chance levels.
             ArgumentError: there is no such sample.
         """
         return layer_profiles(
@@ -344,7 +364,8 @@ class Record:
             one item per head and kind: share, chance level, standard error and number of queries.
 
         Raises:
-            ProbeError: only a summary was kept, or a kind that was asked for was not measured.
+            ProbeError: a kind that was asked for was not measured, or one text is asked for, and only a summary was
+                kept.
             ArgumentError: there is no such kind or sample.
 
         >>> import torch

@@ -1,9 +1,10 @@
 """Record attention calls: find the layer of a call, the samples in it, and the earlier call that it continues.
 
 `observe`, `census` and `Watch` all use the class `Recorder`. It numbers the layers, finds the texts of a call, and adds
-their statistics to the samples of a layer or to its running summary. For a census the summary has moments, extremes and
-examples (`LayerSums`), and all texts of a call are measured at once (`observation/measuring.py`). For a `Watch` the
-summary has the exact maximum of `largest_score`, so a watched training step stores nothing per query.
+their statistics to the samples of a layer or to its running summary. One function measures them, with their chance
+levels for a summary (`observation/measuring.py`): all texts of a call at once if each is there as it would be alone,
+else text by text. For a census the summary has the strongest examples too (`LayerSums`), and takes whole texts only. A
+watched training step stores nothing per query.
 
 If the query positions of a call must be corrected (cross-attention), the statistics of distances and offsets that the
 kernel has already computed are dropped, because they depend on positions.
@@ -61,10 +62,11 @@ from multihead.record.batch import (
 )
 from multihead.record.chance import content_key, visibility_key
 from multihead.record.layer import LayerRecord
-from multihead.record.running_summary import RunningSummary
+from multihead.record.running_summary import OpenTexts, RunningSummary
 from multihead.record.sample import OwnStatistics, SampleRecord
 from multihead.record.segments import ChunkedRows, Segment, append_new_keys, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
+from multihead.record.text_rows import MeasuredRows, TextRows, occurred_before
 from multihead.record.texts import Text
 from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import values_of, with_values
@@ -91,8 +93,10 @@ class _LayerCall:
         is_further_window: whether the call computes a further window of the samples of the call before it.
         windows: how many consecutive rows of the batch are windows of one sample.
         samples: returns the records of the samples; without their calls if only a summary is kept.
-        waiting: returns for each sample those of its calls so far with queries that may count in a summary only because
-            of a later key; a call is a record without q and k.
+        texts: the samples in the layer's summary; None if there is no summary. Until the first call of the samples is
+            added, those of the call before it, which have ended.
+        waiting: for each sample, the rows of its calls so far that may count in a summary only because of a later key;
+            empty before the first call.
         key_starts: returns the position of each sample's first key in the sequence, (samples,) int64; (1,) with 0 until
             the first call of the samples is recorded.
         num_keys: returns the number of keys of each sample in its windows so far, (samples,) int64; (1,) with 0 before
@@ -109,7 +113,8 @@ class _LayerCall:
     is_further_window: bool = False
     windows: int = 1
     samples: Callable[[], list[SampleRecord]] = list
-    waiting: Callable[[], list[list[SampleRecord]]] = list
+    texts: OpenTexts | None = None
+    waiting: list[list[MeasuredRows]] = field(default_factory=list)
     key_starts: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
     num_keys: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
 
@@ -139,10 +144,13 @@ class Recorder:
     layer_filter: LayerFilter | None  # None records all layers
     keep: Keep
     measurer: StatisticsMeasurer
+    keeps_chance: bool = True  # whether a summary has chance levels
     # (name of a layer, number of heads) -> the layer's empty running sums, if `keep` is "summary"
     new_running_summary: Callable[[str, int], RunningSummary] = lambda _, num_heads: RunningSummary(num_heads)
     requested_statistics: frozenset[PartName] = field(init=False)
     _own_statistics: OwnStatistics = field(init=False)  # the statistics that are not built in
+    # whether a layer is cross-attention, where tokens of keys are not compared with the query's -> what measures it
+    _measurers: dict[bool, StatisticsMeasurer] = field(init=False)
     _latest_counted_offset: int = field(init=False)  # the largest offset of a key because of which a query counts
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     _previous_calls: dict[tuple[str, object], _LayerCall] = field(default_factory=dict)  # by layer and text
@@ -161,8 +169,14 @@ class Recorder:
         self._namer = LayerNamer(self.measurer.names, self.inputs)
         self._image_of_layer = cache(partial(text_of_patches, self.measurer.root))
         self._latest_counted_offset = max((probe.counted_offset or 0 for probe in self.measurer.probes), default=0)
-        own = {probe.name: probe for probe in self.measurer.probes if probe.name not in PROBES}
-        self._own_statistics = OwnStatistics(own)
+        self._own_statistics = OwnStatistics(self.measurer.own)
+        probes = self.measurer.probes
+        if self.keep == "summary":
+            probes = tuple(probe for probe in probes if probe.axes == "queries")
+        alike = tuple(probe for probe in probes if not probe.compares_tokens)
+        self._measurers = {
+            crosses: replace(self.measurer, probes=alike if crosses else probes) for crosses in (False, True)
+        }
 
     @property
     def _keeps_qk(self) -> bool:
@@ -192,7 +206,7 @@ class Recorder:
             offset, cross_attention = continued.key_start, continued.first_query is not None
         text = name, None if continued is None else continued.sequence
         sequence = sequence_split.active_split
-        previous = self._previous_calls.get(text)
+        before = previous = self._previous_calls.get(text)
         if previous is not None and not (
             window or self._continues_call(call, previous, offset, cross_attention=cross_attention)
         ):
@@ -212,6 +226,7 @@ class Recorder:
             if isinstance(start, Tensor) or start != request.query_start:
                 call = AttentionCall(replace(request, query_start=start), drop_position_parts(call.result))
         state = _LayerCall.from_call(call, layer, offset, cross_attention=cross_attention)
+        state.texts = None if before is None else before.texts
         if previous is not None:
             state.is_first, state.is_further_window = False, window
             state.samples, state.key_starts, state.waiting = previous.samples, previous.key_starts, previous.waiting
@@ -257,13 +272,6 @@ class Recorder:
         request, summary = call.request, state.layer.running_summary
         sample_spans = self._find_samples(request)
         ids = self._ids_of_call(request, sample_spans, cross_attention=state.cross_attention)
-        if summary is not None and summary.takes_batches:
-            measured = self.measurer.measure_whole_batch(call, sample_spans, ids)
-            levels = self._measure_chance_levels(call, sample_spans, ids)
-            measured = {name: each._replace(chance=levels.get(name)) for name, each in measured.items()}
-            summary.add(measured, samples=len(sample_spans.spans))
-            self.record.add(state.layer, ())
-            return
         without_windows = request.packed_lengths is not None or request.position_in_sequence is not None
         if not (without_windows or state.cross_attention):
             name = self.measurer.module_name(request)
@@ -272,26 +280,81 @@ class Recorder:
         state.num_keys = cache(lambda: before() + sample_spans.key_lengths(windows).sum(1))
         if state.is_first:
             state.key_starts = cache(partial(sample_spans.key_starts, state.offset))
-        if not (state.is_first and self._add_first_call(call, state, sample_spans, ids)):
+        add = self._add_first_call if summary is None else self._add_batch_to_summary
+        if not (state.is_first and add(call, state, sample_spans, ids)):
             self._add_samples(call, state, sample_spans, ids)
 
-    def _measure_chance_levels(
-        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds
+    def _add_batch_to_summary(
+        self, call: AttentionCall, state: _LayerCall, sample_spans: SampleSpans, ids: CallTokenIds
+    ) -> bool:
+        """Begin the texts of a call; return True if all could be measured at once, and were added to the summary."""
+        layer, summary, windows, request = state.layer, state.layer.running_summary, state.windows, call.request
+        assert summary is not None
+        measurer = self._measurers[state.cross_attention]
+        whole = measurer.measures_whole(request, sample_spans, ids)
+        if summary.takes_batches and (state.cross_attention or not whole or ids.key_ids(request) is None):
+            shape = request.shape
+            raise ModelError(
+                f"{self.measurer.module_name(request)} attends from {shape.query_length} queries to {shape.key_length} "
+                "keys, which are not the tokens of the texts.",
+                "Give a model whose layers read each token of a text once, or choose other layers.",
+            )
+        new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
+        rows = sample_spans.text_rows
+        last = rows.ends[1:][rows.ends.diff() > 0] - 1
+        ends_elsewhere = bool((rows.positions[last] + 1 != rows.num_keys[last]).any())
+        summary.cross_attention |= state.cross_attention or ends_elsewhere
+        if state.texts is not None:
+            summary.end_texts(state.texts)
+        state.texts = summary.begin_texts(len(sample_spans.spans) // windows)
+        state.samples = cache(lambda: new_samples(new_sample, sample_spans, ids)[::windows])
+        if not whole:
+            return False
+
+        def spread_evenly() -> dict[str, Tensor]:
+            chance, spread = measurer.spread_evenly(call)
+            return dict(chance.measure_batch(spread, sample_spans, ids, windows=windows).values)
+
+        contents = sample_spans.packed_lengths, sample_spans.real_queries, windows
+        chance = self._chance_levels_of(measurer, request, contents, ids.queries, spread_evenly)
+        measured = measurer.measure_batch(call, sample_spans, ids, windows=windows, chance=chance)
+        summary.add(measured, state.texts)
+        if self._latest_counted_offset > 0:
+            state.waiting = [[each] for each in measured.waiting(self._latest_counted_offset)]
+        self.record.add(layer, ())
+        return True
+
+    def _chance_levels_of(
+        self,
+        measurer: StatisticsMeasurer,
+        request: AttentionRequest,
+        contents: tuple[object, ...],
+        ids: Tensor | None,
+        measure: Callable[[], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
-        """Return the chance levels of a call, cached per forward pass for layers with the same visible keys."""
-        request = call.request
+        """Return the chance levels of a call, cached per forward pass for layers with the same visible keys.
+
+        Args:
+            measurer: what measures the call.
+            request: the call.
+            contents: what the chance levels depend on besides the call's mask, sizes and token ids.
+            ids: the token ids of the texts; None if unknown.
+            measure: returns name of a statistic -> its chance levels, (heads or 1, rows).
+        """
+        if not self.keeps_chance:
+            return {}
         sizes = request.shape.batch, request.shape.query_length, request.shape.key_length
-        contents = request.query_start, sample_spans.packed_lengths, sample_spans.real_queries, ids.queries
-        key = (sizes, *map(content_key, contents), *visibility_key(request))
+        read = ids if measurer.needs & {"ids", "special_keys"} else None
+        key = (sizes, *map(content_key, (request.query_start, *contents, read)), *visibility_key(request))
         if key not in self._chance_levels:
-            self._chance_levels[key] = self.measurer.measure_chance_levels(call, sample_spans, ids)
+            self._chance_levels[key] = measure()
         return self._chance_levels[key]
 
     def _add_first_call(
         self, call: AttentionCall, state: _LayerCall, sample_spans: SampleSpans, ids: CallTokenIds
     ) -> bool:
         """Create the samples of a call; return True if the whole batch could be measured and recorded at once."""
-        layer, summary, windows = state.layer, state.layer.running_summary, state.windows
+        layer, windows = state.layer, state.windows
         new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
         parts = self._parts_of_batch(call, sample_spans, ids)
         if parts is None:
@@ -299,8 +362,7 @@ class Recorder:
             if self._keeps_qk:
                 for sample in samples:
                     sample.q, sample.k = ChunkedRows(2), ChunkedRows(2)
-            if summary is None:
-                layer.samples.extend(samples)
+            layer.samples.extend(samples)
             state.samples = lambda: samples
             return False
         request, logsumexp = call.request, call.result.logsumexp.detach()
@@ -321,16 +383,8 @@ class Recorder:
         # Tensors in the caller's mask may change later, so they are sliced now; lengths of packed samples were copied.
         if (request.mask.without_documents() if sample_spans.packed else request.mask).holds_tensors:
             batch.slice_requests()
-        if summary is None:
-            state.samples = lambda: batch.samples
-            self.record.add_batch(layer, batch)
-        else:
-            summary.add(batch.measured(), samples=batch.num_samples)
-            state.samples = lambda: new_samples(new_sample, sample_spans, ids)[::windows]
-            if self._latest_counted_offset > 0:
-                batch.keep_statistics_counted_later()
-                state.waiting = lambda: [[each] for each in batch.samples]
-            self.record.add(layer, ())
+        state.samples = lambda: batch.samples
+        self.record.add_batch(layer, batch)
         return True
 
     def _add_queries_of_rank(self, call: AttentionCall, sequence: SequenceSplit, layer: LayerRecord) -> None:
@@ -374,8 +428,10 @@ class Recorder:
         if layer.running_summary is None:
             layer.samples.extend(samples)
         else:
-            for sample in samples:
-                layer.running_summary.add(sample.measured(), samples=1)
+            for sample in samples:  # chance levels of a text whose queries are on several ranks are unknown
+                texts = layer.running_summary.begin_texts(1)
+                layer.running_summary.add(sample.measured_rows(), texts)
+                layer.running_summary.end_texts(texts)
         self.record.add(layer, samples)
 
     def _ids_of_whole_sequence(self, request: AttentionRequest, sequence: SequenceSplit) -> Tensor | None:
@@ -522,12 +578,9 @@ class Recorder:
         starts = sample_spans.key_starts(state.offset) - state.key_starts()
         if state.is_further_window or windows > 1:  # the keys of a window follow the keys of the previous window
             starts = (state.num_keys()[:, None] - sample_spans.key_lengths(windows).flip(1).cumsum(1).flip(1)).flatten()
-        # In cross-attention tokens of keys are not compared with the token of the query.
-        probes = [each for each in self.measurer.probes if not (state.cross_attention and each.compares_tokens)]
-        new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
+        measurer = self._measurers[state.cross_attention]
         samples = state.samples()
-        waiting = state.waiting() or [[] for _ in samples]
-        state.samples, state.waiting = lambda: samples, lambda: waiting
+        state.samples = lambda: samples
         self.record.add(layer, ())
         for index, (span, key_start) in enumerate(zip(sample_spans.spans, starts.tolist(), strict=True)):
             sample, is_window = samples[index // windows], state.is_further_window or index % windows > 0
@@ -540,38 +593,73 @@ class Recorder:
                 alone = hide_padding_queries(alone, sample_spans.real_queries[span.sample, slice(*span.queries)])
             shape, own_first = alone.request.shape, state.is_first or is_window
             context = self._context_of_probes(sample, shape, start, request.known_origin.layer, first=own_first)
-            found = statistics_of_call(alone, probes, context)
+            if layer.running_summary is not None:
+                known = None if is_window or state.cross_attention else sample.growing_key_text.ids
+                before = 0 if is_window else start  # each window is a text of its own
+                self._add_text_to_summary(
+                    layer.running_summary, state, index // windows, alone, context, before=before, ids=known
+                )
+                continue
+            found = statistics_of_call(alone, measurer.probes, context)
             if sample.k is not None:
                 append_new_keys(sample.k, alone.request.k, start=start, device=device)
-            target = sample
-            if layer.running_summary is not None:  # only token ids are kept for the next call
-                target = replace(new_sample(), growing_key_text=sample.growing_key_text)
-            target.append_call(
+            sample.append_call(
                 Segment(self._request_without_tensors(alone.request, device), start, is_window=is_window),
                 copy_contiguous(alone.result.logsumexp, device),
                 {name: value[0].cpu() for name, value in found.items()},
                 None if sample.q is None else copy_contiguous(alone.request.q, device),
             )
-            if layer.running_summary is not None:
-                layer.running_summary.add(target.measured(), samples=int(state.is_first and not is_window))
-                if not is_window and self._latest_counted_offset > 0:
-                    self._count_later(layer.running_summary, waiting[index], target)
             self.record.add(layer, [sample])  # one call
 
-    def _count_later(self, summary: RunningSummary, waiting: list[SampleRecord], newest: SampleRecord) -> None:
-        """Add queries of earlier calls of a text that count because of keys of its newest call, which then waits."""
-        num_keys = newest.num_keys
-        for call in waiting:
-            before = call.measured(waiting[-1].num_keys)
-            now = {
-                name: each._replace(counted=each.counted & ~before[name].counted)
-                for name, each in call.measured(num_keys).items()
-            }
-            summary.add({name: each for name, each in now.items() if bool(each.counted.any())}, samples=0)
-        newest.keep_statistics_counted_later()
-        waiting.append(newest)
-        while waiting and int(waiting[0].positions[-1:].sum()) + self._latest_counted_offset < num_keys:
-            del waiting[0]
+    def _add_text_to_summary(
+        self,
+        summary: RunningSummary,
+        state: _LayerCall,
+        place: int,
+        alone: AttentionCall,
+        context: ProbeContext,
+        *,
+        before: int,
+        ids: ChunkedRows | None,
+    ) -> None:
+        """Add a call of one text to a summary, and the earlier queries of the text that count because of it.
+
+        Args:
+            summary: the summary of the layer.
+            state: the call of the whole batch.
+            place: number of the text in the batch.
+            alone: the call of this text, with a batch of one.
+            context: inputs of the probes besides q and k.
+            before: number of the text's keys before those of the call.
+            ids: the token ids of the text so far; None if unknown.
+        """
+        assert state.texts is not None
+        measurer, shape = self._measurers[state.cross_attention], alone.request.shape
+        num_keys = before + shape.key_length
+        read = None if ids is None or ids.length != num_keys else ids.all_rows()
+        positions = torch.arange(shape.query_length) + (before + int(alone.request.query_start))
+        rows = TextRows.of_text(positions, num_keys, None)
+        if read is not None and any(probe.counted == "repeated" for probe in measurer.probes):
+            occurred = occurred_before(positions, read)  # now, because the rows may wait, and the ids grow
+            rows = replace(rows, occurred=lambda: occurred)
+
+        def spread_evenly() -> dict[str, Tensor]:
+            chance, spread = measurer.spread_evenly(alone)
+            return dict(chance.measure(spread, rows, context).values)
+
+        contents = before, context.first_key, context.id_before
+        chance = self._chance_levels_of(measurer, alone.request, contents, read, spread_evenly)
+        summary.add(measured := measurer.measure(alone, rows, context, chance=chance), state.texts, first=place)
+        latest = self._latest_counted_offset
+        if latest <= 0:
+            return
+        if not state.waiting:
+            state.waiting += [[] for _ in range(state.texts.num_queries.shape[1])]
+        grown = [each.with_num_keys(num_keys) for each in state.waiting[place]]
+        for each in grown:
+            summary.add(each, state.texts, first=place)
+        left = [one for each in (*grown, measured) for one in each.waiting(latest)]
+        state.waiting[place] = [each for each in left if len(each.rows.positions)]
 
     def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a copy of a request without q, k, v and the origin, on the device of the record."""

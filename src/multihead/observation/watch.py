@@ -17,7 +17,7 @@ from multihead.errors.given import check_ids, check_module, reject_given
 from multihead.kinds import KINDS, Kind, check_kinds, kinds_named, probes_of
 from multihead.locale.escaping import escape_controls
 from multihead.models.trainer import call_around_steps
-from multihead.observation.observe import observe
+from multihead.observation.observe import Options, record_calls
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
 from multihead.probes.catalogue import ENTROPY, LARGEST_SCORE
@@ -145,14 +145,15 @@ class Watch:
         try:
             self._stack = ExitStack()
             if self.due:
-                context = observe(
-                    self.model,
-                    layers=self.layers,
-                    probes=self.probes,
-                    keep="statistics" if self.kinds else "summary",
+                options = Options(
+                    self.layers,
+                    "summary",
+                    self.probes,
                     special_ids=self.special_ids,
                     kinds=[kind for kind in self.kinds if kind not in KINDS],
+                    keeps_chance=bool(self.kinds),
                 )
+                context = record_calls(self.model, options)
                 self._record = self._stack.enter_context(context)
             return self
         except BaseException:

@@ -100,6 +100,11 @@ class Statistic:
         return self
 
     @property
+    def has_mean(self) -> bool:
+        """Whether the statistic has a number per query that can be averaged."""
+        return self.axes == "queries"
+
+    @property
     def counted_offset(self) -> int | None:
         """The offset at which the text of a query needs a key, so that the query counts; None if none is needed."""
         return int(self.counted.removeprefix(_OFFSET_RULE)) if self.counted.startswith(_OFFSET_RULE) else None
@@ -235,7 +240,7 @@ class Probe(Statistic):
     @property
     def has_mean(self) -> bool:
         """Whether the statistic has a number per query that can be averaged, which the index of a key is not."""
-        return self.axes == "queries" and (self.only_part is None or not part_named(self.only_part).is_integer)
+        return super().has_mean and (self.only_part is None or not part_named(self.only_part).is_integer)
 
     def without_function(self) -> Statistic:
         """Return the statistic without its function, so that another process can load it; self if it is one part."""

@@ -42,10 +42,9 @@ from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.positions import SampleSpan
 from multihead.probes.probe import PartValues, Probe, Statistic
 from multihead.probes.statistics import statistic_from_parts
-from multihead.record import summaries
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import ChunkedRows, Segment, copy_contiguous
-from multihead.record.summaries import MeasuredStatistic, occurred_before, queries_that_count
+from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, TextRows
 from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import Bias, RelativeBias
 
@@ -252,25 +251,33 @@ class SampleSpans:
         return Sliceable(*(all(each) for each in zip(*of_spans, strict=True))) if of_spans else Sliceable()
 
     @cached_property
-    def query_properties(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Properties of each query of the call: three tensors (batch, 1, queries).
-
-        Returns:
-            whether the query belongs to a sample, bool; position of the query in the sample's keys, int64; number of
-            the sample's keys, int64.
-        """
+    def text_rows(self) -> TextRows:
+        """The queries of the call that belong to samples, as rows, one text per span."""
         shape, start = self.request.shape, self.request.query_start
         sample, first, stop, first_key, stop_key = self.span_ends
         if isinstance(start, Tensor):
             start = start.cpu()[sample]
-        length = stop - first
-        row = concatenate_ranges(sample * shape.query_length + first, length)
-        position = concatenate_ranges(start + first - first_key, length)
-        num_keys = (stop_key - first_key).repeat_interleave(length)
-        whole = torch.zeros(3, shape.batch * shape.query_length, dtype=torch.int64)
-        whole[:, row] = torch.stack([torch.ones_like(row), position, num_keys])
-        real, positions, keys = whole.view(3, shape.batch, 1, shape.query_length)
-        return real.bool(), positions, keys
+        lengths = stop - first
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        places = concatenate_ranges(sample * shape.query_length + first, lengths)
+        whole = len(places) == shape.batch * shape.query_length
+        positions = concatenate_ranges(start + first - first_key, lengths)
+        num_keys = (stop_key - first_key).repeat_interleave(lengths)
+        return TextRows(ends, positions, num_keys, None if whole else places)
+
+    def rows_with_ids(self, ids: CallTokenIds) -> TextRows:
+        """Return `text_rows` with the token ids of the call, where these are all tokens of the texts so far."""
+        rows, known = self.text_rows, ids.queries
+        if (
+            known is None
+            or ids.cross_attention
+            or bool((rows.positions[rows.ends[:-1][rows.ends.diff() > 0]] != 0).any())
+        ):
+            return rows
+        if self.packed:
+            real = torch.arange(known.shape[1]) < rows.ends.diff()[:, None]
+            return rows.with_token_ids(known[real])
+        return rows.with_token_ids(rows.select(known[:, None])[0])
 
     @cached_property
     def first_keys(self) -> Tensor:
@@ -363,47 +370,18 @@ class RecordedBatch:
                 self.probes = tuple(probe.without_function() for probe in self.probes)
             return self._statistics
 
-    def measured(self) -> dict[str, MeasuredStatistic]:
-        """Return each floating-point statistic and which queries count in its mean, (batch, heads, queries) each."""
-        real, positions, num_keys = self.sample_spans.query_properties
-        where = real & (self.logsumexp.cpu() != -torch.inf), positions, num_keys, self._occurred_before
-        by_name = {probe.name: probe for probe in self.probes}
-        return {
-            name: MeasuredStatistic(value, queries_that_count(by_name[name], *where))
-            for name, value in self.statistics.items()
-            if value.is_floating_point()
-        }
-
-    def _occurred_before(self) -> Tensor:
-        """Return whether the token of each query occurs earlier in its text, True if unknown: (batch, 1, queries)."""
-        real, positions, _ = self.sample_spans.query_properties
-        found = torch.ones_like(real)
-        samples = new_samples(self.new_sample, self.sample_spans, self.ids)
-        for span, sample in zip(self.sample_spans.spans, samples, strict=True):
-            place, ids = (span.sample, 0, slice(*span.queries)), sample.growing_key_text.ids
-            if ids is not None:
-                found[place] = occurred_before(positions[place], ids.all_rows())
-        return found
+    def measured(self) -> MeasuredRows:
+        """Return the statistics as rows of texts, each span a text of its own."""
+        rows = self.sample_spans.rows_with_ids(self.ids)
+        sees = rows.select(self.logsumexp.cpu()) != -torch.inf
+        values = {name: rows.select(value) for name, value in self.statistics.items()}
+        return MeasuredRows(rows, sees, values, own={probe.name: probe for probe in self.probes})
 
     def measured_samples(self) -> list[dict[str, MeasuredStatistic]]:
-        """Return per sample each floating-point statistic and which queries its mean counts; (heads, queries)."""
+        """Return the statistics of each sample."""
         if self._samples is not None:  # further attention calls may have been appended to the samples
             return [sample.measured() for sample in self._samples]
-        whole, found = self.measured(), []
-        for span in self.sample_spans.spans:
-            rows = slice(*span.queries)
-            sample = {}
-            for name, (values, counted, _) in whole.items():
-                sample[name] = MeasuredStatistic(values[span.sample, :, rows], counted[span.sample, :, rows])
-            found.append(sample)
-        if self.windows == 1:
-            return found
-        return [summaries.join_windows(found[at : at + self.windows]) for at in range(0, len(found), self.windows)]
-
-    def keep_statistics_counted_later(self) -> None:
-        """Drop the statistics for which no query counts because of a key of a later call."""
-        later = {probe.name for probe in self.probes if (probe.counted_offset or 0) > 0}
-        self._statistics = {name: value for name, value in self.statistics.items() if name in later}
+        return self.measured().by_text(self.windows)
 
     @property
     def num_samples(self) -> int:

@@ -135,26 +135,37 @@ def compare_with_chance(
         counted: which queries count, (heads, queries) bool, one tensor per text.
     """
     blocks = 1 if len(values) >= MIN_OBSERVATIONS else BLOCKS_PER_TEXT
-    totals, levels, numbers, units, full = [], [], [], [], []
+    totals, levels, numbers, units = [], [], [], []
     for value, even, counts in zip(values, expected, counted, strict=True):
         level = even.double().expand_as(value).masked_fill(~counts, 0)
         known = value.double().masked_fill(~counts, 0)
         totals.append(known.sum(-1))
         levels.append(level.sum(-1))
         numbers.append(counts.sum(-1))
-        # Per head, the counted queries are divided into blocks whose sizes differ by at most one.
-        number = numbers[-1][:, None]
-        place = ((counts.cumsum(-1) - 1).clamp(min=0) * number.clamp(max=blocks)) // number.clamp(min=1)
-        sums = known.new_zeros(len(value), blocks).scatter_add_(1, place, known - level)
-        sizes = known.new_zeros(len(value), blocks).scatter_add_(1, place, counts.double())
-        units.append(sums / sizes.clamp(min=1))
-        full.append(sizes > 0)
+        units.append(means_of_blocks(known - level, counts, blocks))
     count = torch.stack(numbers).sum(0)
     number = count.clamp(min=1)
     mean, level = torch.stack(totals).sum(0) / number, torch.stack(levels).sum(0) / number
-    return ChanceComparison(
-        mean, level, _masked_standard_error(torch.cat(units, 1), torch.cat(full, 1)), count.double()
-    )
+    error = _masked_standard_error(*(torch.cat(each, 1) for each in zip(*units, strict=True)))
+    return ChanceComparison(mean, level, error, count.double())
+
+
+def means_of_blocks(values: Tensor, counted: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return the means of blocks of consecutive queries, each head's counted ones divided as evenly as possible.
+
+    Args:
+        values: (heads, queries) float64, of any value where they do not count.
+        counted: (heads, queries) bool.
+        blocks: number of blocks.
+
+    Returns:
+        the means, (heads, blocks), and which blocks have a query, (heads, blocks) bool.
+    """
+    number = counted.sum(-1, keepdim=True)
+    place = ((counted.cumsum(-1) - 1).clamp(min=0) * number.clamp(max=blocks)) // number.clamp(min=1)
+    sums = values.new_zeros(len(values), blocks).scatter_add_(1, place, values.masked_fill(~counted, 0))
+    sizes = values.new_zeros(len(values), blocks).scatter_add_(1, place, counted.double())
+    return sums / sizes.clamp(min=1), sizes > 0
 
 
 def standard_error(units: Tensor) -> Tensor:
@@ -237,7 +248,7 @@ def with_zero_scores(request: AttentionRequest, before: int = 0, *, exact: bool)
         hidden = torch.zeros(hides.shape, dtype=dtype, device=hides.device).masked_fill_(hides, -torch.inf)
         bias = with_values(request.bias, pad(hidden, (before if hides.shape[-1] > 1 else 0, 0)))
     shape = shape._replace(key_length=before + shape.key_length, num_kv_heads=1, head_dim=1, value_dim=1, dtype=dtype)
-    start = before + int(request.query_start)
+    start = before + request.query_start
     request = replace(request, mask=mask, shape=shape, query_start=start, bias=bias)
     shape = shape._replace(num_heads=visible_cells(request, slice(0, 1), slice(0, 1)).shape[1])
     q = torch.zeros(shape.batch, shape.num_heads, shape.query_length, 1, dtype=dtype, device=shape.device)
@@ -254,7 +265,7 @@ def _split_queries(request: AttentionRequest) -> Iterator[AttentionRequest]:
     for rows in consecutive_slices(queries, QUERIES_PER_BLOCK):
         q = request.q[:, :, rows]
         shape = request.shape._replace(query_length=q.shape[2])
-        yield replace(request, q=q, shape=shape, query_start=int(request.query_start) + rows.start)
+        yield replace(request, q=q, shape=shape, query_start=request.query_start + rows.start)
 
 
 def _visibility_key_of_sample(sample: SampleRecord) -> tuple[object, ...]:

@@ -22,7 +22,7 @@ from multihead.probes.catalogue import (
     SPECIAL_MASS,
 )
 from multihead.record.sample import SampleRecord
-from multihead.record.summaries import MeasuredStatistic
+from multihead.record.text_rows import MeasuredStatistic
 
 _DEFAULT_BEFORE = {SELF_MASS.name, PREVIOUS_MASS.name, NEXT_MASS.name}  # which today are measured with "near_mass"
 
@@ -45,7 +45,7 @@ def add_later_statistics(
             return found
         found[NEAR_MASS.name] = MeasuredStatistic(near, sample.sees)
     if SEPARATOR_MASS.name not in found and SPECIAL_MASS.name in found and FIRST_MASS.name in found and special:
-        values, counted, _ = found[SPECIAL_MASS.name]
+        values, counted, *_ = found[SPECIAL_MASS.name]
         separator = (values - found[FIRST_MASS.name].values * special[0]).clamp(min=0)
         found[SEPARATOR_MASS.name] = MeasuredStatistic(separator, counted)
     return found

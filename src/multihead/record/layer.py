@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
+import torch
 from torch import Tensor
 
 from multihead.errors import ArgumentError, ProbeError
@@ -22,7 +23,7 @@ from multihead.record import notebook, summaries
 from multihead.record.batch import SLICING_LOCK, RecordedBatch
 from multihead.record.chance import ChanceCache, Progress
 from multihead.record.notebook import number_with_noun
-from multihead.record.profiles import LayerProfile, profile_of_samples
+from multihead.record.profiles import LayerKinds, LayerProfile, profile_of_samples
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
@@ -65,7 +66,7 @@ class LayerRecord:
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: a table with one row per head."""
-        rows = head_rows(self.number, self.name, self.num_heads, self.means())
+        rows = self.rows()
         return notebook.html_of_table(
             self.name, f"layer {self.number}, {number_with_noun(self.num_samples, 'text')}", rows, ["head"]
         )
@@ -104,11 +105,18 @@ class LayerRecord:
         return sum((batch.num_samples for batch in self.batches), len(self._samples))
 
     @property
+    def has_kinds(self) -> bool:
+        """Whether the kinds of the heads can be told: from single texts, or from a summary with chance levels."""
+        if self.running_summary is not None:
+            return self.repeated is not None or bool(self.running_summary.evidence())
+        return bool(self.num_samples) and all(one.split is None for one in self.samples)
+
+    @property
     def kinds(self) -> tuple[tuple[str, ...], ...]:
         """The names of the kinds of each head over all samples, the most specific first.
 
         Raises:
-            ProbeError: only a summary was kept.
+            ProbeError: a summary of an earlier version was kept, which has no chance levels.
         """
         made = {kind.probe.name: kind.probe for kind in self.own_kinds if kind.probe is not None}
         (profile,) = layer_profiles([self], sample=None, statistics=made, among=(*KINDS, *self.own_kinds))
@@ -130,17 +138,36 @@ class LayerRecord:
         Raises:
             ArgumentError: `of` is not one of these.
         """
+        return self._summarise(of, names)[0]
+
+    def rows(self, of: SummaryName = "mean") -> list[dict[str, Any]]:
+        """Return a table row for each head: layer, head, name, and the summary of each statistic, see `summary`.
+
+        If a value of the layer was NaN or infinite, each row has `nonfinite`, the number of queries that were left out
+        of a summary because of that; of several statistics the largest number.
+        """
+        summary, num_nonfinite = self._summarise(of, None)
+        rows = head_rows(self.number, self.name, self.num_heads, summary)
+        if bool(num_nonfinite.any()):
+            rows = [row | {"nonfinite": int(number)} for row, number in zip(rows, num_nonfinite, strict=True)]
+        return rows
+
+    def _summarise(self, of: SummaryName, names: Collection[str] | None) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the summary of each statistic, and how many queries of each head were left out, (heads,) int64."""
         repeated = self.repeated.means() if self.repeated is not None and of == "mean" else {}
         repeated = {name: values for name, values in repeated.items() if names is None or name in names}
         if self.running_summary is not None:
-            return self.running_summary.summary(of, names) | repeated
+            found, heads = self.running_summary, self.num_heads
+            left_out = torch.cat([torch.zeros(heads, dtype=torch.int64), found.sums.num_nonfinite])
+            return found.summary(of, names) | repeated, left_out.view(-1, heads).amax(0)
         with SLICING_LOCK:
             measured = list(map(SampleRecord.measured, self._samples))
             for batch in self.batches:
                 measured += batch.measured_samples()
         if not measured:  # all batches were empty
-            return repeated
-        return summaries.summarise_samples(measured, of, names) | repeated
+            return repeated, torch.zeros(0, dtype=torch.int64)
+        summary = summaries.summarise_samples(measured, of, names) | repeated
+        return summary, summaries.count_nonfinite(measured)
 
     def sample(self, index: int = 0) -> SampleRecord:
         """Return one sample.
@@ -187,6 +214,30 @@ class LayerRecord:
         return self.sample(sample).map(head, queries=queries, keys=keys, bins=bins)
 
 
+@overload
+def layer_profiles(
+    layers: Sequence[LayerRecord],
+    *,
+    sample: int = 0,
+    special: Sequence[bool] | None = None,
+    statistics: Mapping[str, Statistic] | None = None,
+    among: Sequence[Kind] = KINDS,
+    progress: Progress | None = None,
+) -> list[LayerProfile]: ...
+
+
+@overload
+def layer_profiles(
+    layers: Sequence[LayerRecord],
+    *,
+    sample: int | None,
+    special: Sequence[bool] | None = None,
+    statistics: Mapping[str, Statistic] | None = None,
+    among: Sequence[Kind] = KINDS,
+    progress: Progress | None = None,
+) -> Sequence[LayerKinds]: ...
+
+
 def layer_profiles(
     layers: Sequence[LayerRecord],
     *,
@@ -195,8 +246,8 @@ def layer_profiles(
     statistics: Mapping[str, Statistic] | None = None,
     among: Sequence[Kind] = KINDS,
     progress: Progress | None = None,
-) -> list[LayerProfile]:
-    """Compute the means, chance levels, kinds and mask of every layer of a record.
+) -> Sequence[LayerKinds]:
+    """Compute the means, chance levels, kinds and mask of every layer of a record; of a summary all but the mask.
 
     Args:
         layers: the layers of a record.
@@ -206,10 +257,17 @@ def layer_profiles(
         statistics: name -> statistic, for the statistics of the record that are not built in.
         among: the kinds to choose from.
         progress: called with (queries done, all queries) of a text while its chance levels are computed.
+
+    Raises:
+        ProbeError: a layer has read no text, has only a summary where one text is asked for, or one without chance
+            levels.
     """
     known: ChanceCache = {}
-    found = []
+    found: list[LayerKinds] = []
     for layer in layers:
+        if sample is None and layer.running_summary is not None:
+            found.append(_kinds_of_summary(layer, layer.running_summary, among))
+            continue
         samples = [layer.sample(each) for each in (range(layer.num_samples) if sample is None else [sample])]
         if not samples:
             raise empty_layer_error(layer.name)
@@ -227,6 +285,24 @@ def layer_profiles(
             )
         )
     return found
+
+
+def _kinds_of_summary(layer: LayerRecord, summary: RunningSummary, among: Sequence[Kind]) -> LayerKinds:
+    if not layer.has_kinds:
+        raise ProbeError(
+            f"{layer.name} was summarised without chance levels, so no kinds of heads can be told.",
+            'Observe it again with keep="summary", or with keep="statistics" on one of several ranks.',
+        )
+    return LayerKinds.from_evidence(
+        summary.summary("mean"),
+        summary.evidence(),
+        number=layer.number,
+        name=layer.name,
+        heads=summary.num_heads,
+        cross_attention=summary.cross_attention,
+        among=among,
+        repeated=layer.repeated,
+    )
 
 
 def empty_layer_error(name: str) -> ProbeError:

@@ -25,7 +25,14 @@ from multihead.probes.catalogue import REPEAT_PROBES, probe_of_part, statistic
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordContents
 from multihead.record.repeated import RepeatedTokens
-from multihead.record.running_summary import NUM_BINS, QuantileSketch, RunningSummary, bin_of_value
+from multihead.record.running_summary import (
+    NUM_BINS,
+    RunningSummary,
+    StatisticSums,
+    bin_of_value,
+    concatenate_moments,
+    empty_histograms,
+)
 from multihead.record.sample import OwnStatistics, SampleRecord
 from multihead.record.saving import FORMAT_NAME, FORMAT_VERSION, MAX_HEADER_BYTES, SAFETENSORS_NAMES
 from multihead.record.segments import ChunkedRows, Segment
@@ -355,22 +362,59 @@ def _checked_tensor(tensor: Tensor, shape: tuple[int | None, ...], what: str, *d
 
 def _read_running_summary(data: dict[str, Any], tensors: dict[str, Tensor], version: int) -> RunningSummary:
     heads = _checked_count(data["heads"], "a number of heads", least=1, most=MAX_HEADS)
-    found = RunningSummary(heads, _checked_count(data["samples"], "a number of samples"))
-    for name, parts in _checked_type(data["statistics"], dict, "the statistics").items():
-        per_head = {
-            part: _checked_tensor(tensors[parts[part]], (heads,), part, torch.float64)
-            for part in ("total", "count", *{"minimum", "maximum"}.intersection(parts))
-        }
+    sums, bins, blocks = [StatisticSums.empty(0)], [empty_histograms(0)], []
+    statistics = _checked_type(data["statistics"], dict, "the statistics")
+    for parts in statistics.values():
         if version > 1:
-            bins = {
-                part: _checked_tensor(tensors[parts[part]], (heads, NUM_BINS), part, torch.int64)
-                for part in ("bins", *{"negative_bins"}.intersection(parts))
-            }
+            halves = [
+                _checked_tensor(tensors[parts[part]], (heads, NUM_BINS), part, torch.int64)
+                if part in parts
+                else torch.zeros(heads, NUM_BINS, dtype=torch.int64)
+                for part in ("negative_bins", "bins")
+            ]
         else:
             old = _checked_tensor(tensors[parts["bins"]], (heads, _NUM_BINS_OF_VERSION_1), "bins", torch.int64)
-            bins = {"bins": _convert_old_bins(old)}
-        found.statistics[name] = QuantileSketch.from_tensors(**bins, **per_head)
+            halves = [torch.zeros(heads, NUM_BINS, dtype=torch.int64), _convert_old_bins(old)]
+        bins.append(torch.cat(halves, 1))
+        sums.append(_read_sums(parts, tensors, heads))
+        if "blocks" in parts:
+            number, mean, squares = _checked_tensor(tensors[parts["blocks"]], (3, heads), "blocks", torch.float64)
+            blocks.append((number.long(), mean, squares))
+    found = RunningSummary.from_sums(
+        heads,
+        _checked_count(data["samples"], "a number of samples"),
+        list(statistics),
+        StatisticSums.concatenate(sums),
+        torch.cat(bins),
+        concatenate_moments(blocks) if blocks and len(blocks) == len(statistics) else None,
+    )
+    found.cross_attention = _checked_type(data.get("cross_attention", False), bool, "cross-attention")
     return found
+
+
+def _read_sums(parts: dict[str, str], tensors: dict[str, Tensor], heads: int) -> StatisticSums:
+    """Read the sums of one statistic; those of earlier versions have neither squares nor chance levels."""
+    of_heads = {
+        part: _checked_tensor(tensors[parts[part]], (heads,), part, torch.float64)
+        for part in ("total", "count", *{"minimum", "maximum"}.intersection(parts))
+    }
+    empty = StatisticSums.empty(heads)
+    if "sums" in parts:
+        stored = _checked_tensor(tensors[parts["sums"]], (len(empty), heads), "sums", torch.float64)
+        return StatisticSums(*(each.to(like.dtype) for each, like in zip(stored, empty, strict=True)))
+    count, unknown = of_heads["count"], torch.full((heads,), torch.nan, dtype=torch.float64)
+    return StatisticSums(
+        num_queries=count.long(),
+        num_nonfinite=empty.num_nonfinite,
+        mean=of_heads["total"] / count.clamp(min=1),
+        squares=unknown,
+        chance=unknown,
+        num_texts=empty.num_texts,
+        excess=unknown,
+        excess_squares=unknown,
+        minimum=of_heads.get("minimum", unknown),
+        maximum=of_heads.get("maximum", unknown),
+    )
 
 
 def _read_repeated_tokens(data: Any, tensors: dict[str, Tensor], heads: int) -> RepeatedTokens | None:

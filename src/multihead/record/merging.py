@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.kernels.call import AttentionRequest
 from multihead.masks import Mask
 from multihead.probes.catalogue import statistic
 from multihead.record.layer import LayerRecord, RecordContents
-from multihead.record.running_summary import QuantileSketch, RunningSummary
+from multihead.record.running_summary import RunningSummary, StatisticSums, concatenate_moments
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import ChunkedRows, Segment
 from multihead.record.serialization import TensorStore, mask_as_json
@@ -140,31 +139,29 @@ def _merge_summaries(layers: list[LayerRecord], *, same_heads: bool) -> RunningS
     if not summaries:
         return None
     first = summaries[0]
-    found = RunningSummary(first.num_heads, first.num_samples)
-    for name in first.statistics:
-        of_ranks = [each.statistics[name] for each in summaries if name in each.statistics]
-        if len(of_ranks) == len(summaries):
-            found.statistics[name] = _merge_sketches(of_ranks, same_heads=same_heads)
-            found.num_heads = len(found.statistics[name].total)
+    places = [each.rows_of_statistics() for each in summaries]
+    names = [name for name in first.names if all(name in each for each in places)]
+    sums, bins, blocks = [StatisticSums.empty(0)], [first.bins[:0]], []
+    for name in names:
+        of_ranks = [(each, rows[name]) for each, rows in zip(summaries, places, strict=True)]
+        parts = [each.sums.rows(rows) for each, rows in of_ranks]
+        histograms = [each.bins[rows] for each, rows in of_ranks]
+        if same_heads:
+            sums.append(reduce(StatisticSums.merge, parts))
+            bins.append(torch.stack(histograms).sum(0))
+            continue
+        sums.append(StatisticSums.concatenate(parts))
+        bins.append(torch.cat(histograms))
+        for each, rows in of_ranks:
+            if each.blocks is not None:
+                number, mean, squares = each.blocks
+                blocks.append((number[rows], mean[rows], squares[rows]))
+    joined = StatisticSums.concatenate(sums)
+    heads = len(joined.mean) // len(names) if names else first.num_heads
+    whole = concatenate_moments(blocks) if blocks and len(blocks) == len(names) * len(summaries) else None
+    found = RunningSummary.from_sums(heads, first.num_samples, names, joined, torch.cat(bins), whole)
+    found.cross_attention = first.cross_attention
     return found
-
-
-def _merge_sketches(ranks: Sequence[QuantileSketch], *, same_heads: bool) -> QuantileSketch:
-    total, count, bins = (
-        torch.stack(tensors).sum(0) if same_heads else torch.cat(tensors)
-        for tensors in zip(*((each.total, each.count, each.bins) for each in ranks), strict=True)
-    )
-    minima, maxima = ([getattr(each, name) for each in ranks] for name in ("minimum", "maximum"))
-    minimum = _merge_extremes(minima, torch.minimum if same_heads else None)
-    return QuantileSketch(total, count, bins, minimum, _merge_extremes(maxima, torch.maximum if same_heads else None))
-
-
-def _merge_extremes(ranks: Sequence[Tensor | None], choose: Callable[[Tensor, Tensor], Tensor] | None) -> Tensor | None:
-    """Join the extremes of ranks, (heads,) each: of the same heads by `choose`, of different heads without; or None."""
-    known = [each for each in ranks if each is not None]
-    if len(known) < len(ranks):
-        return None
-    return torch.cat(known) if choose is None else reduce(choose, known)
 
 
 def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:

@@ -26,7 +26,7 @@ from multihead.record.earlier import add_later_statistics
 from multihead.record.notebook import CHANCE_SUFFIX
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
-from multihead.record.summaries import MeasuredStatistic
+from multihead.record.text_rows import MeasuredStatistic
 from multihead.record.visibility import Visibility, visibility_of
 
 
@@ -55,6 +55,44 @@ class LayerKinds:
     cross_attention: bool
     repeated: RepeatedTokens | None = field(default=None, kw_only=True)
 
+    @staticmethod
+    def from_evidence(
+        means: Mapping[str, Tensor],
+        evidence: Mapping[str, ChanceComparison],
+        *,
+        number: int,
+        name: str,
+        heads: int,
+        cross_attention: bool,
+        among: Sequence[Kind],
+        repeated: RepeatedTokens | None = None,
+    ) -> LayerKinds:
+        """Decide the kinds of a layer's heads.
+
+        Args:
+            means: name of a statistic -> (heads,) float64; those on repeated random tokens are added.
+            evidence: name of a statistic -> its comparison with chance.
+            number: number of the layer.
+            name: name of the layer.
+            heads: number of heads.
+            cross_attention: whether this is cross-attention, for which some kinds are not defined.
+            among: the kinds to choose from.
+            repeated: attention of the heads on repeated random tokens; None if it was not measured.
+        """
+        means, evidence = dict(means), dict(evidence)
+        if repeated is not None:
+            means |= repeated.means()
+            evidence |= {
+                name: ChanceComparison(
+                    means[name], repeated.chance[name], standard_error(each), torch.full_like(each[0], len(each))
+                )
+                for name, each in repeated.shares.items()
+                if name in repeated.chance
+            }
+        kinds = kinds_of_heads(evidence, heads=heads, cross_attention=cross_attention, among=among)
+        chances = {name: evidence[name].chance for name in means if name in evidence}
+        return LayerKinds(number, name, means, chances, evidence, kinds, cross_attention, repeated=repeated)
+
     def decides(self, kind: Kind) -> bool:
         """Return whether it was measured which heads of the layer have a kind."""
         return kind.statistic in self.evidence and not (kind.self_attention_only and self.cross_attention)
@@ -76,7 +114,7 @@ class LayerProfile(LayerKinds):
         visibility: the visible keys of the queries.
     """
 
-    visibility: Visibility
+    visibility: Visibility = field(kw_only=True)
 
 
 def evidence_of_kind(kind: Kind, evidence: Mapping[str, ChanceComparison]) -> ChanceComparison | None:
@@ -184,20 +222,17 @@ def profile_of_samples(
         for name in means
         if all(name in levels for _, levels in measured)
     }
-    if repeated is not None:
-        means |= repeated.means()
-        found |= {
-            name: ChanceComparison(
-                means[name], repeated.chance[name], standard_error(each), torch.full_like(each[0], len(each))
-            )
-            for name, each in repeated.shares.items()
-            if name in repeated.chance
-        }
-    named = kinds_of_heads(found, heads=samples[0].num_heads, cross_attention=cross_attention, among=among)
-    chances = {name: found[name].chance for name in means if name in found}
-    return LayerProfile(
-        number, name, means, chances, found, named, cross_attention, visibility_of(samples[0]), repeated=repeated
+    whole = LayerKinds.from_evidence(
+        means,
+        found,
+        number=number,
+        name=name,
+        heads=samples[0].num_heads,
+        cross_attention=cross_attention,
+        among=among,
+        repeated=repeated,
     )
+    return LayerProfile(**vars(whole), visibility=visibility_of(samples[0]))
 
 
 def _statistics_and_chance(

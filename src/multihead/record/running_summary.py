@@ -1,24 +1,41 @@
-"""Summarise statistics of a layer over any number of texts in constant memory, by sums, counts and histograms.
+"""Add up statistics of a layer over any number of texts in constant memory: moments, extremes and histograms.
 
-Medians over any number of batches are exact to 1 %. A histogram has 64 bins per power of two for each sign, so the bin
-of a value follows from the value's first bits, without a logarithm. The native library adds a batch to the histograms
-in one pass, head by head; most of its time goes to the first access to their memory. Histograms in files of version 1,
-whose bins are each 1.02 times as wide as the one before, are converted when read.
+`keep="summary"`, `Watch` and a census use the same sums. A row is one statistic of one head. Means and extremes are
+exact, medians over any number of batches exact to 1 %: a histogram has 64 bins per power of two for each sign, so the
+bin of a value follows from the value's first bits, without a logarithm. The native library adds all statistics of a
+call in one pass over its values; most of its time goes to the first access to the memory of histograms. Histograms in
+files of version 1, whose bins are each 1.02 times as wide as the one before, are converted when read.
+
+The standard error of value - chance is computed from one number per text, as in a record: the text's mean. A text may
+go on in later calls, as in cached decoding, so its sum stays apart (`OpenTexts`) until the recorder knows that it has
+ended. Of the texts only the number, the mean of their means and the sum of the squared deviations are kept. A ratio
+estimate, with n and n² of each text, would give a head another standard error in a summary than in a record. With fewer
+than four texts the standard error is computed from blocks of their queries, as in a record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, ClassVar
+from itertools import pairwise
+from math import inf
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import Tensor
 
 from multihead.kernels.native import library
-from multihead.record.summaries import QUANTILE_OF_SUMMARY, MeasuredStatistic, SummaryName, check_summary_name
+from multihead.kernels.native.library import RowSums
+from multihead.record.chance import BLOCKS_PER_TEXT, MIN_OBSERVATIONS, ChanceComparison, error_of_mean, means_of_blocks
+from multihead.record.summaries import (
+    QUANTILE_OF_SUMMARY,
+    SummaryName,
+    check_summary_name,
+    nan_where_nothing_is_finite,
+)
+from multihead.record.text_rows import MeasuredRows
 
 MIN_BINNED_VALUE, MAX_BINNED_VALUE = 2.0**-30, 2.0**30
 """Range of the absolute values in a histogram: smaller ones count as 0, and larger ones are in the outermost bins."""
@@ -28,156 +45,477 @@ NUM_BINS = 2 + 60 * 64
 histogram has the bins of negative values first, in descending order of their absolute value, so that values ascend; the
 last of these bins is empty, because values near 0 have one bin, the first of the others."""
 
+MIN_ADDED_ROWS = 512
+"""Number of rows that are added together, unless the sums are read before."""
+
 # Integer dtype of a number's bits -> number of mantissa bits after the first six, and the offset of bin numbers.
 _SHIFT_AND_FIRST_BIN = {torch.int32: (17, (127 - 30) * 64 - 1), torch.int64: (46, (1023 - 30) * 64 - 1)}
 
 
-@dataclass(eq=False)
-class QuantileSketch:
-    """Sum, count, extremes and histogram of one statistic over the queries added so far.
+Moments: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Moments of sets of numbers: count, mean, and sum of the squared deviations from the mean; (rows,) each."""
 
-    The bin of a value is given by the exponent and the first six mantissa bits of the floating-point number. So the
-    ends of a bin differ by at most 1/64 of the value, and percentiles have errors of at most 1 %.
+
+def merge_moments(one: Moments, other: Moments) -> Moments:
+    """Return the moments of the union of two sets of numbers, row by row.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
+
+    >>> merge_moments(*[(torch.tensor(n), torch.tensor(mean), torch.tensor(0.0)) for n, mean in ((2, 1.0), (1, 4.0))])
+    (tensor(3), tensor(2.), tensor(6.))
+    """
+    (before, mean, squares), (count, new_mean, new_squares) = one, other
+    both = before + count
+    difference = new_mean - mean
+    moved = difference * count / both.clamp(min=1)
+    return both, mean + moved, squares + new_squares + difference * moved * before
+
+
+def moments_of_units(units: Tensor, full: Tensor) -> Moments:
+    """Return the moments of `units`, (rows, units), where `full`, (rows, units) bool, is True."""
+    count = full.sum(-1)
+    mean = units.masked_fill(~full, 0).sum(-1) / count.clamp(min=1)
+    return count, mean, torch.where(full, units - mean[:, None], 0.0).square().sum(-1)
+
+
+def concatenate_moments(moments: Sequence[Moments]) -> Moments:
+    """Concatenate the rows of several moments."""
+    number, mean, squares = map(torch.cat, zip(*moments, strict=True))
+    return number, mean, squares
+
+
+class StatisticSums(NamedTuple):
+    """Sums of statistics of heads over the queries and the texts that count; a row is one statistic of one head.
 
     Attributes:
-        total: (heads,) float64, sum of the values.
-        count: (heads,) float64, number of values.
-        bins: (heads, 2 * NUM_BINS) int64, number of values in each bin.
-        minimum: (heads,) float64, inf without values; None in a file of an earlier version.
-        maximum: (heads,) float64, -inf without values; None in a file of an earlier version.
-
-    Source: DDSketch with linearly interpolated bins, arXiv:1908.10693.
+        num_queries: (rows,) int64, number of queries that count.
+        num_nonfinite: (rows,) int64, number of NaN and infinite values, which are left out of all other sums.
+        mean: (rows,) float64, mean of the values over the queries.
+        squares: (rows,) float64, sum of the squared deviations of the values from `mean`.
+        chance: (rows,) float64, mean chance level (even weights over the visible keys) over the queries; NaN where
+            unknown.
+        num_texts: (rows,) int64, number of texts that have a query that counts.
+        excess: (rows,) float64, mean over the texts of each text's mean of value - chance; NaN where unknown.
+        excess_squares: (rows,) float64, the sum of the squared deviations of the texts' means from `excess`.
+        minimum: (rows,) float64, smallest value; inf without a query.
+        maximum: (rows,) float64, largest value; -inf without a query.
     """
 
-    total: Tensor
-    count: Tensor
-    bins: Tensor
-    minimum: Tensor | None = None
-    maximum: Tensor | None = None
+    num_queries: Tensor
+    num_nonfinite: Tensor
+    mean: Tensor
+    squares: Tensor
+    chance: Tensor
+    num_texts: Tensor
+    excess: Tensor
+    excess_squares: Tensor
+    minimum: Tensor
+    maximum: Tensor
 
     @staticmethod
-    def empty(heads: int) -> QuantileSketch:
-        """Create a sketch without values."""
-        return QuantileSketch.empty_list(1, heads)[0]
+    def empty(rows: int) -> StatisticSums:
+        """Return the sums of `rows` rows without a query."""
+        return StatisticSums(*(torch.from_numpy(np.full(rows, value)) for value in SUMS_WITHOUT_QUERIES.values()))
+
+    def merge(self, other: StatisticSums) -> StatisticSums:
+        """Return the sums over the queries and texts of both, row by row; no text is in both."""
+        zeros = torch.zeros_like(self.mean)
+        num_queries, mean, squares = merge_moments(
+            (self.num_queries, self.mean, self.squares), (other.num_queries, other.mean, other.squares)
+        )
+        _, chance, _ = merge_moments((self.num_queries, self.chance, zeros), (other.num_queries, other.chance, zeros))
+        num_texts, excess, excess_squares = merge_moments(
+            (self.num_texts, self.excess, self.excess_squares), (other.num_texts, other.excess, other.excess_squares)
+        )
+        num_nonfinite = self.num_nonfinite + other.num_nonfinite
+        extremes = torch.minimum(self.minimum, other.minimum), torch.maximum(self.maximum, other.maximum)
+        moments = num_queries, num_nonfinite, mean, squares, chance, num_texts, excess, excess_squares
+        return StatisticSums(*moments, *extremes)
+
+    def rows(self, rows: Any) -> StatisticSums:
+        """Return some rows, given by a slice or by indices."""
+        return StatisticSums(*(column[rows] for column in self))
 
     @staticmethod
-    def empty_list(count: int, heads: int) -> list[QuantileSketch]:
-        """Create `count` sketches without values, which are views of shared tensors."""
-        total, number = torch.zeros(2, count, heads, dtype=torch.float64)
-        minimum, maximum = (torch.full_like(total, value) for value in (torch.inf, -torch.inf))
-        # np.zeros uses calloc, so memory pages without values take neither time nor memory.
-        bins = torch.from_numpy(np.zeros((count, heads, 2 * NUM_BINS), np.int64))
-        return [QuantileSketch(*each) for each in zip(total, number, bins, minimum, maximum, strict=True)]
+    def concatenate(sums: Sequence[StatisticSums]) -> StatisticSums:
+        """Concatenate the rows of several sums."""
+        return StatisticSums(*map(torch.cat, zip(*sums, strict=True)))
 
-    @staticmethod
-    def from_tensors(
-        total: Tensor,
-        count: Tensor,
-        bins: Tensor,
-        negative_bins: Tensor | None = None,
-        minimum: Tensor | None = None,
-        maximum: Tensor | None = None,
-    ) -> QuantileSketch:
-        """Create a sketch from the results of `tensors`."""
-        below = torch.zeros_like(bins) if negative_bins is None else negative_bins
-        return QuantileSketch(total, count, torch.cat([below, bins], 1), minimum, maximum)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return copies of what a file stores, by name.
+SUMS_WITHOUT_QUERIES = {
+    "count": 0,
+    "nonfinite": 0,
+    "mean": 0.0,
+    "squares": 0.0,
+    "chance": 0.0,
+    "texts": 0,
+    "excess": 0.0,
+    "excess_squares": 0.0,
+    "minimum": inf,
+    "maximum": -inf,
+}
+"""Column of the table of heads -> its value in a row without a query, in the order of the fields of `StatisticSums`."""
 
-        `total` and `count`; `bins`, (heads, NUM_BINS), those of values from 0; `negative_bins`, the others, if some
-        value was negative; `minimum` and `maximum`, if they are known.
-        """
-        below, above = self.bins.tensor_split(2, 1)
-        found = {"total": self.total, "count": self.count, "bins": above, "minimum": self.minimum}
-        found |= {"maximum": self.maximum, "negative_bins": below if bool(below.any()) else None}
-        return {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle copies, because each view would be pickled with the whole tensor that all sketches share."""
-        return partial(QuantileSketch.from_tensors, **self.tensors()), ()
+@dataclass(eq=False)
+class OpenTexts:
+    """The texts of a batch, which later calls may continue.
 
-    def add(self, values: Tensor, counted: Tensor) -> None:
-        """Add the values of queries, with the native library if it is available, else with tensors.
+    Attributes:
+        excess: (rows, texts) float64, the sum of value - chance over the queries that count; NaN where unknown.
+        num_queries: (rows, texts) float64, number of queries that count.
+        begun: per text, whether a call with queries of it was added.
+    """
 
-        Args:
-            values: ([batch,] heads, queries), floating-point.
-            counted: ([batch,] heads, queries) bool, which values to add.
-        """
-        assert self.minimum is not None
-        assert self.maximum is not None
-        if values.dtype == torch.float32 and values.is_cpu and library.reason_of_absence() is None:
-            first_bin = _SHIFT_AND_FIRST_BIN[torch.int32][1]
-            sums = self.total, self.count, self.minimum, self.maximum
-            library.add_to_histograms(values, counted, first_bin, *sums, self.bins)
-            return
-        for extreme, choose, none in (
-            (self.minimum, torch.minimum, torch.inf),
-            (self.maximum, torch.maximum, -torch.inf),
-        ):
-            rows = values.double().masked_fill(~counted, none).transpose(0, -2).flatten(1)  # (heads, batch * queries)
-            rows = nn.functional.pad(rows, (1, 0), value=none)
-            choose(extreme, rows.amax(1) if none < 0 else rows.amin(1), out=extreme)
-        heads, rest = len(self.total), (*range(values.dim() - 2), -1)
-        # Multiplying the bits of a value by False sets it to 0, even NaN, and is 10 times faster than masked_fill.
-        bits = _bits_as_integers(values) * counted
-        count = counted.sum(rest)
-        numbers = bits.view(torch.float64 if bits.dtype == torch.int64 else torch.float32)
-        self.total += numbers.sum(rest, dtype=torch.float64)
-        self.count += count
-        place = bin_of_value(numbers).add_(torch.arange(heads)[:, None] * 2 * NUM_BINS).flatten()
-        self.bins.view(-1).scatter_add_(0, place, torch.ones(1, dtype=torch.int64).expand_as(place))
-        self.bins[:, NUM_BINS] -= values.numel() // max(heads, 1) - count  # uncounted values were set to 0
+    excess: Tensor
+    num_queries: Tensor
+    begun: list[bool]
 
-    def quantile(self, share: float) -> Tensor:
-        """Return the quantile below which a share of the values lies, within 1 %: (heads,) float64; 0 if empty."""
-        if share == 1 and self.maximum is not None:
-            return torch.where(self.count == 0, 0.0, self.maximum)
-        wanted = share * (self.count - 1).clamp(min=0)
-        place = (self.bins.cumsum(-1) <= wanted[:, None].floor()).sum(-1).clamp(max=2 * NUM_BINS - 1)  # (heads,)
-        value = value_of_bin(place)
-        if self.minimum is not None and self.maximum is not None:  # the value of a bin may exceed those in it
-            value = value.maximum(self.minimum).minimum(self.maximum)
-        value = torch.where(self.count == 0, 0.0, value)
-        return torch.where(self.total.isnan(), torch.nan, value)
+    def moments(self) -> Moments:
+        """Return the moments of the texts' means of value - chance."""
+        return moments_of_units(self.excess / self.num_queries.clamp(min=1), self.num_queries > 0)
+
+    def grow(self, rows: int) -> None:
+        """Append rows without a query until there are `rows`."""
+        more = rows - len(self.excess)
+        self.excess, self.num_queries = (
+            torch.nn.functional.pad(each, (0, 0, 0, more)) for each in (self.excess, self.num_queries)
+        )
+
+
+class _PendingRows(NamedTuple):
+    """Rows that were given to `RunningSummary.add`: the statistics, their texts, and the number of the first text."""
+
+    measured: MeasuredRows
+    texts: OpenTexts
+    first: int
 
 
 @dataclass(eq=False)
 class RunningSummary:
-    """Summary of the statistics of one layer over the texts added so far.
+    """Sums of the statistics of one layer over the texts added so far.
 
     Attributes:
         num_heads: number of query heads.
         num_samples: number of texts.
-        statistics: name of a statistic -> its sketch.
+        cross_attention: whether the keys of some text are not the tokens of its queries.
         takes_batches: whether `add` must receive all texts of an attention call at once, and each text completely.
     """
 
     num_heads: int
     num_samples: int = 0
-    statistics: dict[str, QuantileSketch] = field(default_factory=dict)
+    cross_attention: bool = False
+    _names: list[str] = field(default_factory=list)
+    _bins: Tensor = field(default_factory=lambda: empty_histograms(0))
+    _closed: StatisticSums = field(default_factory=lambda: StatisticSums.empty(0))  # without the means of open texts
+    _blocks: Moments = field(default_factory=lambda: _no_moments(0))  # of blocks of queries, of the first few texts
+    _open: list[OpenTexts] = field(default_factory=list)
+    _ended: list[OpenTexts] = field(default_factory=list)  # open ones that no later call continues
+    _pending: list[_PendingRows] = field(default_factory=list)  # what `add` received and is not added yet
     takes_batches: ClassVar[bool] = False
 
-    def add(self, measured: Mapping[str, MeasuredStatistic], *, samples: int) -> None:
-        """Add the statistics of one text, or of all texts of a batch at once.
+    @staticmethod
+    def from_sums(
+        num_heads: int, num_samples: int, names: list[str], sums: StatisticSums, bins: Tensor, blocks: Moments | None
+    ) -> RunningSummary:
+        """Create a summary from what another one had; `blocks` are None if they are unknown."""
+        blocks = _no_moments(0) if blocks is None else blocks
+        return RunningSummary(num_heads, num_samples, _names=names, _bins=bins, _closed=sums, _blocks=blocks)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the statistics: row `index * num_heads + head` is that of statistic `index` and of a head."""
+        self._add_pending()
+        return self._names
+
+    @property
+    def bins(self) -> Tensor:
+        """Histograms, (rows, 2 * NUM_BINS) int64: the number of values in each bin."""
+        self._add_pending()
+        return self._bins.cpu()
+
+    @property
+    def blocks(self) -> Moments | None:
+        """The moments of value - chance over blocks of the first texts' queries, (rows,) each; None if unknown."""
+        self._add_pending()
+        number, mean, squares = self._blocks
+        return (number.cpu(), mean.cpu(), squares.cpu()) if len(number) == len(self._names) * self.num_heads else None
+
+    @property
+    def sums(self) -> StatisticSums:
+        """The sums of all rows over the queries and texts so far."""
+        self._add_pending()
+        found = self._closed
+        for texts in self._open:
+            found = _with_texts(found, texts)
+        return StatisticSums(*(column.cpu() for column in found))
+
+    def begin_texts(self, count: int) -> OpenTexts:
+        """Begin some texts, to be given to `add`."""
+        self.num_samples += count
+        size = len(self._bins), count
+        excess, num_queries = torch.zeros(2, *size, dtype=torch.float64, device=self._bins.device)
+        texts = OpenTexts(excess, num_queries, [False] * count)
+        self._open.append(texts)
+        return texts
+
+    def end_texts(self, texts: OpenTexts) -> None:
+        """End some texts, which no later call continues."""
+        self._ended.append(texts)
+
+    def add(self, measured: MeasuredRows, texts: OpenTexts, *, first: int = 0) -> None:
+        """Add the statistics of an attention call.
+
+        The rows of small calls, such as steps of cached decoding, are kept until there are `MIN_ADDED_ROWS` of them, or
+        the sums are read, because adding takes as long for one row as for hundreds.
 
         Args:
-            measured: name of a statistic -> values and which of them count, ([batch,] heads, queries) each.
-            samples: number of texts that begin with this call.
+            measured: the statistics.
+            texts: the texts that were begun for these rows.
+            first: number in `texts` of the first text of the rows.
         """
-        self.num_samples += samples
-        new = [name for name in measured if name not in self.statistics]
-        self.statistics.update(zip(new, QuantileSketch.empty_list(len(new), self.num_heads), strict=True))
-        for name, each in measured.items():
-            self.statistics[name].add(each.values, each.counted)
+        self._pending.append(_PendingRows(measured, texts, first))
+        if self.takes_batches or sum(len(each.measured.rows.positions) for each in self._pending) >= MIN_ADDED_ROWS:
+            self._add_pending()
+
+    def _add_pending(self) -> None:
+        """Add the rows that were kept, those with the same statistics together."""
+        pending, self._pending = self._pending, []
+        alike: dict[object, list[_PendingRows]] = {}
+        for each in pending:
+            chance = [(name, len(level)) for name, level in each.measured.chance.items()]
+            alike.setdefault((*each.measured.values, *chance), []).append(each)
+        for group in alike.values():
+            self._add_rows(MeasuredRows.concatenate([each.measured for each in group]), group)
+        for texts in self._ended:
+            self._open.remove(texts)
+            self._closed = _with_texts(self._closed, texts)
+        self._ended.clear()
+
+    def _add_rows(self, measured: MeasuredRows, group: Sequence[_PendingRows]) -> None:
+        """Add the rows of some calls, which `measured` has one after another."""
+        found = measured.statistics
+        if not found:
+            return
+        some = next(iter(found.values())).values
+        self._create_rows([name for name in found if name not in self._names], some.device)
+        device = self._bins.device
+        nothing = torch.zeros(self.num_heads, some.shape[1], dtype=torch.bool, device=device)
+        values = torch.stack(
+            [_as_float(found[name].values).to(device) if name in found else nothing.float() for name in self._names]
+        )
+        counted = torch.stack([found[name].counted.to(device) if name in found else nothing for name in self._names])
+        flat, taken = values.flatten(0, 1), counted.flatten(0, 1)  # (rows, queries)
+        levels, level_of_row = self._levels({name: each.chance for name, each in found.items()}, like=flat)
+        sums = _sum_rows(flat, taken, levels, level_of_row, measured.rows.ends, self._bins)
+        unknown = (level_of_row < 0)[:, None]
+        excess = sums.text_totals.masked_fill_(unknown & (sums.text_counts > 0), torch.nan)
+        nonfinite = [found[name].nonfinite if name in found else None for name in self._names]
+        num_nonfinite = [nothing[:, :1].sum(-1) if each is None else each.sum(-1).to(device) for each in nonfinite]
+        mean = sums.total / sums.number.clamp(min=1)
+        none = torch.zeros_like(mean)
+        more = StatisticSums(
+            num_queries=sums.number.long(),
+            num_nonfinite=torch.cat(num_nonfinite),
+            mean=mean,
+            squares=sums.squares,
+            chance=(sums.total - excess.sum(-1)) / sums.number.clamp(min=1),
+            num_texts=none.long(),
+            excess=none,
+            excess_squares=none,
+            minimum=sums.minimum,
+            maximum=sums.maximum,
+        )
+        self._closed = self._closed.merge(more)
+        if self.num_samples < MIN_OBSERVATIONS and measured.chance:
+            level = levels.double()[level_of_row] if len(levels) else 0.0
+            self._add_blocks((flat.double() - level).masked_fill(unknown, torch.nan), taken, measured.rows.ends, group)
+        at = 0
+        for each in group:
+            number = each.measured.rows.num_texts
+            ours, theirs = slice(at, at + number), slice(each.first, each.first + number)
+            each.texts.excess[:, theirs] += excess[:, ours]
+            each.texts.num_queries[:, theirs] += sums.text_counts[:, ours]
+            for text, length in enumerate(each.measured.rows.ends.diff().tolist()):
+                each.texts.begun[each.first + text] |= length > 0
+            at += number
+        self._keep_examples(values, counted, measured)
+
+    def _keep_examples(self, values: Tensor, counted: Tensor, measured: MeasuredRows) -> None:
+        """Keep single queries of a call, in subclasses; `values` and `counted` are (statistics, heads, rows)."""
+
+    def _add_blocks(self, excess: Tensor, taken: Tensor, ends: Tensor, group: Sequence[_PendingRows]) -> None:
+        """Add the blocks of texts that begin, or of calls with many queries.
+
+        Args:
+            excess: (rows, queries) float64, value - chance; NaN where it is unknown.
+            taken: (rows, queries) bool, which values count.
+            ends: (texts + 1,) int64, the first query of each text of the calls, and the number of queries.
+            group: the calls.
+        """
+        begun: set[tuple[int, int]] = set()
+        texts = [(each.texts, each.first + text) for each in group for text in range(each.measured.rows.num_texts)]
+        for (of, text), (start, stop) in zip(texts, pairwise(ends.tolist()), strict=True):
+            begins = not of.begun[text] and (id(of), text) not in begun
+            if stop - start >= BLOCKS_PER_TEXT or (begins and stop > start):
+                units = means_of_blocks(excess[:, start:stop], taken[:, start:stop], BLOCKS_PER_TEXT)
+                self._blocks = merge_moments(self._blocks, moments_of_units(*units))
+                begun.add((id(of), text))
+
+    def _create_rows(self, names: list[str], device: torch.device) -> None:
+        """Create the rows of new statistics, without a query; the first ones on `device`, if it has float64."""
+        if not names:
+            return
+        known = bool(self._names)
+        self._names += names
+        if not known:
+            self._move_to(torch.device("cpu") if device.type == "mps" else device)
+        rows, old, device = len(self._names) * self.num_heads, self._bins, self._bins.device
+        self._bins = empty_histograms(rows).to(device)
+        place = old.nonzero().unbind(1)
+        self._bins[place] = old[place]
+        new = rows - len(old)
+        empty = StatisticSums(*(column.to(device) for column in StatisticSums.empty(new)))
+        self._closed = StatisticSums.concatenate([self._closed, empty])
+        self._blocks = concatenate_moments([self._blocks, _no_moments(new, device)])
+        for texts in self._open:
+            texts.grow(rows)
+
+    def _move_to(self, device: torch.device) -> None:
+        """Move the sums, which have no row yet, to a device."""
+        self._bins, self._blocks = self._bins.to(device), _no_moments(0, device)
+        self._closed = StatisticSums(*(column.to(device) for column in self._closed))
+        for texts in self._open:
+            texts.excess, texts.num_queries = texts.excess.to(device), texts.num_queries.to(device)
+
+    def _levels(self, chance: dict[str, Tensor | None], *, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all chance levels, (levels, queries), and the index of each row's own, (rows,) int64, or -1."""
+        levels = [torch.zeros(0, like.shape[1], dtype=like.dtype, device=like.device)]
+        of_rows, at = [], 0
+        for name in self._names:
+            level = chance.get(name)
+            if level is None:
+                of_rows.append(torch.full((self.num_heads,), -1))
+                continue
+            levels.append(level.to(like))
+            of_rows.append(torch.arange(self.num_heads) % len(level) + at)
+            at += len(level)
+        return torch.cat(levels), torch.cat(of_rows).to(like.device)
+
+    def evidence(self) -> dict[str, ChanceComparison]:
+        """Return name of a statistic -> its comparison with chance, for the statistics whose chance level is known."""
+        sums = self.sums
+        number, squares = sums.num_texts, sums.excess_squares
+        if self.num_samples < MIN_OBSERVATIONS and self.blocks is not None:
+            number, _, squares = self.blocks
+        compared = sums.mean, sums.chance, error_of_mean(number, squares), sums.num_queries.double()
+        found = {}
+        for name, rows in self.rows_of_statistics().items():
+            if not bool(sums.chance[rows].isnan().any()):
+                found[name] = ChanceComparison(*(each[rows] for each in compared))
+        return found
+
+    def rows_of_statistics(self) -> dict[str, slice]:
+        """Return name of a statistic -> its rows, one per head."""
+        heads = self.num_heads
+        return {name: slice(index * heads, (index + 1) * heads) for index, name in enumerate(self.names)}
 
     def summary(self, of: SummaryName, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return the summary `of` each statistic: name -> (heads,) float64; quantiles are within 1 %."""
+        """Return the summary `of` each statistic: name -> (heads,) float64; quantiles are within 1 %.
+
+        0 where no query counts, NaN where all that would count are NaN or infinite.
+        """
         check_summary_name(of)
-        chosen = {name: each for name, each in self.statistics.items() if names is None or name in names}
-        if of == "mean":
-            return {name: each.total / each.count.clamp(min=1) for name, each in chosen.items()}
-        return {name: each.quantile(QUANTILE_OF_SUMMARY[of]) for name, each in chosen.items()}
+        sums, found = self.sums, {}
+        for name, rows in self.rows_of_statistics().items():
+            if names is None or name in names:
+                part = sums.rows(rows)
+                values = part.mean if of == "mean" else self._quantiles(part, rows, QUANTILE_OF_SUMMARY[of])
+                if of == "max":  # unknown in files of earlier versions
+                    values = torch.where(part.maximum.isnan() | (part.num_queries == 0), values, part.maximum)
+                found[name] = nan_where_nothing_is_finite(values, part.num_queries, part.num_nonfinite)
+        return found
+
+    def _quantiles(self, sums: StatisticSums, rows: slice, share: float) -> Tensor:
+        """Return the quantile below which a share of the values of each row lies, within 1 %: (rows,) float64."""
+        return quantile_of_bins(self.bins[rows], sums, share)
+
+    def filled_bins(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+        """Return row, representative value and count of each non-empty bin, ordered by row and value: (bins,) each."""
+        bins = self.bins
+        row, place = bins.nonzero().unbind(1)
+        return row.numpy(), value_of_bin(place).numpy(), bins[row, place].numpy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state on the CPU without open texts, and of the histograms only the bins that are not empty."""
+        bins, sums, blocks = self.bins, self.sums, self.blocks
+        place = bins.nonzero()
+        state = {**self.__dict__, "_bins": (len(bins), place, bins[tuple(place.unbind(1))])}
+        return state | {"_closed": sums, "_blocks": _no_moments(0) if blocks is None else blocks, "_open": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the histograms from the bins that are not empty."""
+        rows, place, counts = state["_bins"]
+        self.__dict__.update(state, _bins=empty_histograms(rows))
+        self._bins[tuple(place.unbind(1))] = counts
+
+
+def _with_texts(sums: StatisticSums, texts: OpenTexts) -> StatisticSums:
+    """Return sums of rows with the means of some texts added."""
+    moments = merge_moments((sums.num_texts, sums.excess, sums.excess_squares), texts.moments())
+    return sums._replace(num_texts=moments[0], excess=moments[1], excess_squares=moments[2])
+
+
+def _no_moments(rows: int, device: torch.device | None = None) -> Moments:
+    zeros = torch.zeros(rows, dtype=torch.float64, device=device)
+    return zeros.long(), zeros, zeros
+
+
+def _as_float(values: Tensor) -> Tensor:
+    """Return values as float64 if they are, or are integers, else as float32."""
+    return values.double() if values.dtype == torch.float64 or not values.is_floating_point() else values.float()
+
+
+def empty_histograms(rows: int) -> Tensor:
+    """Return histograms without values, (rows, 2 * NUM_BINS) int64."""
+    # np.zeros uses calloc, so memory pages without values take neither time nor memory.
+    return torch.from_numpy(np.zeros((rows, 2 * NUM_BINS), np.int64))
+
+
+def _sum_rows(
+    values: Tensor, counted: Tensor, levels: Tensor, level_of_row: Tensor, ends: Tensor, bins: Tensor
+) -> RowSums:
+    """Sum rows and add them to `bins`, with the native library if it is available; arguments as in `sum_rows`."""
+    if values.dtype == torch.float32 and values.is_cpu and library.reason_of_absence() is None:
+        first_bin = _SHIFT_AND_FIRST_BIN[torch.int32][1]
+        return library.sum_rows(values, counted, levels, level_of_row, ends.contiguous(), first_bin, bins)
+    values = values.masked_fill(~counted, 0)
+    known, lengths = values.double(), ends.diff().tolist()
+    count, total = counted.sum(-1), known.sum(-1)
+    deviations = (known - (total / count.clamp(min=1))[:, None]).masked_fill_(~counted, 0)
+    level = levels.double()[level_of_row].masked_fill((level_of_row < 0)[:, None], 0) if len(levels) else 0.0
+    difference = (known - level).masked_fill(~counted, 0)
+    least, most = (
+        torch.nn.functional.pad(known.masked_fill(~counted, none), (1, 0), value=none) for none in (inf, -inf)
+    )
+    bins.scatter_add_(1, bin_of_value(values), counted.long())
+    of_texts = [
+        torch.stack([part.sum(-1) for part in each.split(lengths, 1)], 1).double() if lengths else known[:, :0]
+        for each in (difference, counted)
+    ]
+    squares = torch.linalg.vecdot(deviations, deviations)
+    return RowSums(count.double(), total, squares, least.amin(1), most.amax(1), *of_texts)
+
+
+def quantile_of_bins(bins: Tensor, sums: StatisticSums, share: float) -> Tensor:
+    """Return a quantile of histograms, (rows, 2 * NUM_BINS), with their sums: (rows,) float64; 0 if empty."""
+    count = sums.num_queries
+    wanted = share * (count - 1).clamp(min=0)
+    place = (bins.cumsum(-1) <= wanted[:, None].floor()).sum(-1).clamp(max=2 * NUM_BINS - 1)  # (rows,)
+    value = value_of_bin(place)
+    # The value of a bin may exceed those in it; the extremes are unknown in files of earlier versions.
+    value = torch.fmin(torch.fmax(value, sums.minimum), sums.maximum)
+    return torch.where(count == 0, 0.0, value)
 
 
 def bin_of_value(values: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +35,9 @@ from multihead.record.blocks import (
 from multihead.record.notebook import number_with_noun
 from multihead.record.segments import ChunkedRows, Segment, join_segments
 from multihead.record.split import TokensOfRank, count_tokens
-from multihead.record.summaries import MeasuredStatistic, SummaryName
+from multihead.record.summaries import SummaryName
 from multihead.record.table import head_rows
+from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, TextRows
 from multihead.record.texts import GrowingText, Text
 from multihead.scores.bias import values_of
 
@@ -188,36 +188,22 @@ class SampleRecord:
         """Summarise each statistic over the queries that count, see `Statistic.counted`: name -> (heads,) float64."""
         return summaries.summarise_samples([self.measured()], of)
 
-    def measured(self, num_keys: int | None = None) -> dict[str, MeasuredStatistic]:
-        """Return each floating-point statistic, and which queries count in its summaries: (heads, queries) each.
+    def measured(self) -> dict[str, MeasuredStatistic]:
+        """Return each statistic that has a mean, and which queries count in its summaries: (heads, queries) each."""
+        return self.measured_rows().statistics
 
-        Args:
-            num_keys: number of keys of the text, if later calls have added some to those of this record.
-        """
-        sees, positions, ids = self.sees, self.positions, self.text.ids
+    def measured_rows(self) -> MeasuredRows:
+        """Return the statistics of the queries as the rows of one text."""
         # Each window is a text of its own.
         have_windows = any(each.is_window for each in self.segments)
-        whole = self.num_keys if num_keys is None else num_keys
-        ends = [(each.key_start, each.key_stop) if have_windows else (0, whole) for each in self.segments]
-        rows = torch.tensor([each.num_queries for each in self.segments])
-        first, stop = (each.repeat_interleave(rows)[: len(positions)] for each in torch.tensor(ends).unbind(1))
-        occurred = None if ids is None else partial(summaries.occurred_before, positions, ids)
-        return {
-            name: MeasuredStatistic(
-                value,
-                summaries.queries_that_count(
-                    statistic(name, self.own), sees, positions - first, stop - first, occurred
-                ),
-            )
-            for name, value in self.per_query.items()
-            if value.is_floating_point()
-        }
-
-    def keep_statistics_counted_later(self) -> None:
-        """Drop the statistics for which no query counts because of a key of a later call."""
-        later = {name for name in self._per_query if (statistic(name, self.own).counted_offset or 0) > 0}
-        self._per_query = {name: rows for name, rows in self._per_query.items() if name in later}
-        self._per_key, self._maps = {}, {}
+        ends = [(each.key_start, each.key_stop) if have_windows else (0, self.num_keys) for each in self.segments]
+        queries = torch.tensor([each.num_queries for each in self.segments])
+        positions = self.positions
+        first, stop = (each.repeat_interleave(queries)[: len(positions)] for each in torch.tensor(ends).unbind(1))
+        ids = None if self.cross_attention else self.text.ids
+        rows = TextRows.of_text(positions, stop, ids)
+        rows = replace(rows, positions=positions - first, num_keys=stop - first)
+        return MeasuredRows(rows, self.sees, self.per_query, own=self.own)
 
     def set_statistics(self, statistics: dict[str, Tensor]) -> None:
         """Replace all statistics of the sample, which are over all its calls."""

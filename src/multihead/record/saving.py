@@ -153,12 +153,21 @@ def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str,
 def _summary_as_json(running_summary: RunningSummary | None, tensors: TensorStore, layer: int) -> dict[str, Any] | None:
     if running_summary is None:
         return None
-    data = {}
-    for name, each in running_summary.statistics.items():
-        data[name] = {
-            part: tensors.add_tensor(f"{layer}.{name}.{part}", tensor) for part, tensor in each.tensors().items()
-        }
-    return {"heads": running_summary.num_heads, "samples": running_summary.num_samples, "statistics": data}
+    data: dict[str, dict[str, str]] = {}
+    sums, blocks = running_summary.sums, running_summary.blocks
+    for name, rows in running_summary.rows_of_statistics().items():
+        part = sums.rows(rows)
+        below, above = running_summary.bins[rows].tensor_split(2, 1)
+        # Earlier versions of the library read these.
+        parts = {"total": part.mean * part.num_queries, "count": part.num_queries.double(), "bins": above}
+        parts |= {} if bool(part.minimum.isnan().any()) else {"minimum": part.minimum, "maximum": part.maximum}
+        parts |= {"negative_bins": below} if bool(below.any()) else {}
+        parts["sums"] = torch.stack([column.double() for column in part])
+        if blocks is not None:
+            parts["blocks"] = torch.stack([column[rows].double() for column in blocks])
+        data[name] = {each: tensors.add_tensor(f"{layer}.{name}.{each}", tensor) for each, tensor in parts.items()}
+    counts = {"heads": running_summary.num_heads, "samples": running_summary.num_samples}
+    return counts | {"cross_attention": running_summary.cross_attention, "statistics": data}
 
 
 def _repeated_tokens_as_json(

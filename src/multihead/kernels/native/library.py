@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multihead.errors import ArgumentError, SlowPathWarning
 from multihead.tensors.undo import Undo
@@ -141,57 +141,82 @@ def openmp_runtimes(maps: Path = MEMORY_MAP_OF_PROCESS) -> tuple[Path, ...] | No
     return tuple(sorted(Path(path) for path in loaded if re.search(r"/lib(gomp|iomp5|omp)[-.][^/]*$", path)))
 
 
-def add_to_histograms(
+class RowSums(NamedTuple):
+    """Sums of rows of numbers, float64: number, sum, sum of the squared deviations from the mean, and extremes.
+
+    Attributes:
+        number: (rows,), how many were added.
+        total: (rows,).
+        squares: (rows,).
+        minimum: (rows,), inf without numbers.
+        maximum: (rows,), -inf without numbers.
+        text_totals: (rows, texts), the sum of number - level over the numbers of each text.
+        text_counts: (rows, texts), how many numbers of each text were added.
+    """
+
+    number: Tensor
+    total: Tensor
+    squares: Tensor
+    minimum: Tensor
+    maximum: Tensor
+    text_totals: Tensor
+    text_counts: Tensor
+
+
+def sum_rows(
     values: Tensor,
     counted: Tensor,
+    levels: Tensor,
+    level_of_row: Tensor,
+    ends: Tensor,
     first_bin: int,
-    totals: Tensor,
-    counts: Tensor,
-    minima: Tensor,
-    maxima: Tensor,
     bins: Tensor,
-) -> None:
-    """Add the values of a statistic to sums, counts, extremes and histograms per head, in place.
+) -> RowSums:
+    """Sum the counted values of each row, and add them to the row's histogram in place.
 
     The second half of a histogram has the values from 0, whose bin is the exponent and the first 6 bits of the
-    mantissa, as an integer, minus `first_bin`, clamped to the existing bins; NaN is in the last bin. The first half has
-    the negative values in the reverse order, but those of the bin of 0 are in that one.
+    mantissa, as an integer, minus `first_bin`, clamped to the existing bins. The first half has the negative values in
+    the reverse order, but those of the bin of 0 are in that one.
 
     Args:
-        values: ([batch,] heads, queries), float32.
-        counted: the same shape, bool, True for the values to add.
+        values: (rows, queries), float32.
+        counted: (rows, queries), bool, True for the values to add.
+        levels: (levels, queries), float32, what is subtracted from values in the sums of texts.
+        level_of_row: (rows,), int64, the index of each row's levels; -1 for none.
+        ends: (texts + 1,), int64, the first query of each text, and the number of queries.
         first_bin: the integer of the first bin, see above.
-        totals: (heads,) float64, the sums.
-        counts: (heads,) float64, the numbers of values added.
-        minima: (heads,) float64, the smallest values; NaN stays.
-        maxima: (heads,) float64, the largest values; NaN stays.
-        bins: (heads, bins) int64, the number of values in each bin, an even number of bins.
+        bins: (rows, bins), int64, the number of values in each bin, an even number of bins.
 
     Raises:
-        ArgumentError: the shapes or the dtypes do not fit each other, or a result is not contiguous.
+        ArgumentError: the shapes, the dtypes or the indices do not fit each other, or a tensor is not contiguous.
     """
     import torch
 
     # The library receives addresses, so nothing but this check keeps it inside of the tensors.
-    heads, given = values.shape[-2:-1], (values, counted, totals, counts, minima, maxima, bins)
-    fits = values.dim() in (2, 3) and values.shape == counted.shape
-    fits = fits and {each.shape for each in given[2:6]} | {bins.shape[:-1]} == {heads}
-    fits = fits and bins.shape[-1] > 0 and bins.shape[-1] % 2 == 0
-    fits = fits and tuple(each.dtype for each in given) == (
-        *(torch.float32, torch.bool, *(torch.float64,) * 4, torch.int64),
-    )
-    if not (fits and all(each.is_cpu for each in given) and all(each.is_contiguous() for each in given[2:])):
+    given = values, counted, levels, level_of_row, ends, bins
+    dims = tuple(each.dim() for each in given)
+    types = (torch.float32, torch.bool, torch.float32, torch.int64, torch.int64, torch.int64)
+    fits = dims == (2, 2, 2, 1, 1, 2) and tuple(each.dtype for each in given) == types
+    fits = fits and values.shape == counted.shape and len(values) == len(level_of_row) == len(bins)
+    fits = fits and levels.shape[1] == values.shape[1] and bins.shape[1] > 0 and bins.shape[1] % 2 == 0
+    fits = fits and len(ends) > 0 and int(ends[0]) == 0 and int(ends[-1]) == values.shape[1]
+    fits = fits and bool((ends.diff() >= 0).all()) and bool((level_of_row < len(levels)).all())
+    if not (fits and all(each.is_cpu and each.is_contiguous() for each in given)):
         described = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in given)
         raise ArgumentError(
-            f"The values, which of them count, the sums, the counts, the extremes and the histograms are {described}.",
-            "Give float32 and bool ([batch,] heads, queries), float64 (heads,) four times, and int64 (heads, bins), an "
-            "even number of bins, on the CPU, all but the first two contiguous.",
+            "The values, which of them count, the levels, the level of each row, the ends of the texts and the "
+            f"histograms are {described}.",
+            "Give float32 and bool (rows, queries), float32 (levels, queries), int64 (rows,) below the number of "
+            "levels, int64 (texts + 1,) from 0 to the number of queries, and int64 (rows, bins), an even number of "
+            "bins, on the CPU, all contiguous.",
         )
-    values, counted = values.contiguous(), counted.contiguous()
-    batch = values.shape[0] if values.dim() == 3 else 1
-    inputs = values.data_ptr(), counted.data_ptr(), batch, *values.shape[-2:]
-    addresses = (each.data_ptr() for each in given[2:])
-    _library().functions["summarise"](*inputs, first_bin, bins.shape[1], *addresses, torch.get_num_threads())
+    rows, texts = len(values), len(ends) - 1
+    found = RowSums(*torch.empty(5, rows, dtype=torch.float64), *torch.empty(2, rows, texts, dtype=torch.float64))
+    inputs = (each.data_ptr() for each in given[:-1])
+    sizes = rows, values.shape[1], texts, first_bin, bins.shape[1]
+    addresses = (each.data_ptr() for each in (*found, bins))
+    _library().functions["sum_rows"](*inputs, *sizes, *addresses, torch.get_num_threads())
+    return found
 
 
 def _library() -> _NativeLibrary:
@@ -217,7 +242,7 @@ _FUNCTION_SIGNATURES: dict[str, tuple[tuple[Any, ...], Any]] = {
     "fastest_of_cpu": ((), _number),
     "tile_rows": ((_number,), _number),
     "tile_columns": ((_number,), _number),
-    "summarise": ((*(_pointer,) * 2, *(_number,) * 5, *(_pointer,) * 5, _number), None),
+    "sum_rows": ((*(_pointer,) * 5, *(_number,) * 5, *(_pointer,) * 8, _number), None),
     "schema": ((_number,), _text),
     "torch_functions": ((), _text),
     "register": ((_pointer,), _number),

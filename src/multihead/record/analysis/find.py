@@ -112,7 +112,7 @@ def _wanted_values(
             found[name] = summary[name]
         elif kind is not None and kind.of_largest is None and kind.statistic in summary:
             found[name] = summary[kind.statistic]
-        elif kind is not None and kind.texts == "given" and layer.samples:
+        elif kind is not None and kind.texts == "given" and layer.has_kinds:
             (profile,) = layer_profiles([layer], sample=None, statistics=statistics, among=(kind,))
             if (measured := evidence_of_kind(kind, profile.evidence)) is not None:
                 found[name] = measured.mean

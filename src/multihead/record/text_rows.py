@@ -1,0 +1,246 @@
+"""The queries of an attention call as rows of texts, and which rows count in the summary of a statistic.
+
+A row is one query of one text. Batches with padding, packed rows of tokens, the steps of cached decoding, windows and
+the queries of one rank all become such rows, so that one rule decides which of them count. A value that is NaN or
+infinite counts in no summary, because one among millions of queries would leave nothing else of a mean; how many there
+are is counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multihead.probes.catalogue import statistic
+from multihead.probes.probe import Statistic
+
+
+class MeasuredStatistic(NamedTuple):
+    """The values of one statistic for the rows of some texts.
+
+    Attributes:
+        values: (heads, rows).
+        counted: (heads, rows) bool, True for rows that count in a summary.
+        chance: (heads or 1, rows), chance level (even weights over the visible keys); None if it was not measured.
+        nonfinite: (heads, rows) bool, True for rows that do not count only because their value is NaN or infinite;
+            None if there are none.
+    """
+
+    values: Tensor
+    counted: Tensor
+    chance: Tensor | None = None
+    nonfinite: Tensor | None = None
+
+    @staticmethod
+    def of_rows(values: Tensor, counted: Tensor, chance: Tensor | None = None) -> MeasuredStatistic:
+        """Create the statistic from its values, and from the rows that count if their value is finite."""
+        if values.is_cpu and bool(values.sum().isfinite()):  # on another device the host would wait for it
+            return MeasuredStatistic(values, counted, chance)
+        finite = values.isfinite()
+        return MeasuredStatistic(values, counted & finite, chance, counted & ~finite)
+
+    def rows_between(self, start: int, stop: int) -> MeasuredStatistic:
+        """Slice the rows [start, stop)."""
+        return MeasuredStatistic(*(None if each is None else each[:, start:stop] for each in self))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class TextRows:
+    """The queries of one attention call that belong to texts: one row per query, text after text, without padding.
+
+    Attributes:
+        ends: (texts + 1,) int64, the first row of each text, and the number of rows.
+        positions: (rows,) int64, the position of each query among the keys of its text; of its window, if a layer
+            attends within windows.
+        num_keys: (rows,) int64, the number of keys of the same text or window so far.
+        places: (rows,) int64, the index of each query in the flattened (batch * queries) of the call; None if the call
+            has exactly these queries in this order.
+        occurred: returns whether the token of each query occurs earlier in its text, (rows,) bool; None if unknown.
+        keys_before: (rows,) int64 or 0, the number of keys of the text when its rows were counted before; a row that
+            counts because of one of these keys does not count again.
+    """
+
+    ends: Tensor
+    positions: Tensor
+    num_keys: Tensor
+    places: Tensor | None = None
+    occurred: Callable[[], Tensor] | None = None
+    keys_before: Tensor | int = 0
+
+    @staticmethod
+    def of_text(positions: Tensor, num_keys: int | Tensor, ids: Tensor | None) -> TextRows:
+        """Create the rows of some queries of one text.
+
+        Args:
+            positions: (queries,) int64, see above.
+            num_keys: number of keys of the text, or (queries,) int64.
+            ids: (keys,) int64, the token id of each key; None if unknown.
+        """
+        ends = torch.tensor([0, len(positions)])
+        occurred = None if ids is None else lambda: occurred_before(positions, ids)
+        return TextRows(ends, positions, torch.as_tensor(num_keys).expand(len(positions)), occurred=occurred)
+
+    @staticmethod
+    def concatenate(rows: Sequence[TextRows]) -> TextRows:
+        """Concatenate the rows of several calls, each text of each call as a text of its own."""
+        if len(rows) == 1:
+            return rows[0]
+        sizes = torch.cat([each.ends.diff() for each in rows])
+        before = [torch.as_tensor(each.keys_before).expand(len(each.positions)) for each in rows]
+
+        def occurred() -> Tensor:
+            found = [None if each.occurred is None else each.occurred() for each in rows]
+            return torch.cat(
+                [
+                    torch.ones_like(each.positions, dtype=torch.bool) if known is None else known
+                    for each, known in zip(rows, found, strict=True)
+                ]
+            )
+
+        return TextRows(
+            torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]),
+            torch.cat([each.positions for each in rows]),
+            torch.cat([each.num_keys for each in rows]),
+            occurred=occurred,
+            keys_before=torch.cat(before),
+        )
+
+    @property
+    def num_texts(self) -> int:
+        """Number of texts."""
+        return len(self.ends) - 1
+
+    @cached_property
+    def text(self) -> Tensor:
+        """(rows,) int64, the number of each row's text."""
+        return torch.arange(self.num_texts).repeat_interleave(self.ends.diff())
+
+    def select(self, values: Tensor) -> Tensor:
+        """Select the rows of a tensor of the call: (batch, heads, queries) -> (heads, rows)."""
+        if values.shape[0] != 1:
+            values = values.transpose(0, 1).reshape(1, values.shape[1], -1)
+        return values[0] if self.places is None else values[0].index_select(1, self.places.to(values.device))
+
+    def with_token_ids(self, ids: Tensor | None) -> TextRows:
+        """Return the rows with the token ids of their queries, which tell which token occurred before.
+
+        Args:
+            ids: (rows,) int64; None if unknown. They must be all tokens of the texts up to these queries.
+        """
+        if ids is None:
+            return self
+        return replace(self, occurred=lambda: _occurred_in_text(ids, self.text) & (self.positions < self.num_keys))
+
+    def counted(self, measured: Statistic, sees: Tensor) -> Tensor:
+        """Return which rows count in the summary of a statistic, see `Statistic.counted`: (heads, rows) bool."""
+        if measured.counted == "repeated":
+            return sees if self.occurred is None else sees & self.occurred().to(sees.device)
+        if measured.counted_offset is not None:
+            keys = self.positions + measured.counted_offset
+            return sees & ((keys >= self.keys_before) & (keys < self.num_keys)).to(sees.device)
+        return sees
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredRows:
+    """The statistics of the rows of some texts.
+
+    Attributes:
+        rows: the rows.
+        sees: (heads, rows) bool, True for queries that see a key.
+        values: name of a statistic -> (heads, rows).
+        chance: name of a statistic -> its chance levels (even weights over the visible keys), (heads or 1, rows).
+        own: the statistics that are not built in.
+    """
+
+    rows: TextRows
+    sees: Tensor
+    values: Mapping[str, Tensor]
+    chance: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Statistic] = field(default_factory=dict)
+
+    @staticmethod
+    def concatenate(measured: Sequence[MeasuredRows]) -> MeasuredRows:
+        """Concatenate the rows of several calls with the same statistics, each text of each call as one of its own."""
+        first = measured[0]
+        if len(measured) == 1:
+            return first
+        return MeasuredRows(
+            TextRows.concatenate([each.rows for each in measured]),
+            torch.cat([each.sees for each in measured], 1),
+            {name: torch.cat([each.values[name] for each in measured], 1) for name in first.values},
+            {name: torch.cat([each.chance[name] for each in measured], 1) for name in first.chance},
+            first.own,
+        )
+
+    @cached_property
+    def statistics(self) -> dict[str, MeasuredStatistic]:
+        """Each statistic that has a mean, and which rows count in it."""
+        found = {}
+        for name, values in self.values.items():
+            measured = statistic(name, self.own)
+            if measured.has_mean:
+                counted = self.rows.counted(measured, self.sees).to(values.device)
+                found[name] = MeasuredStatistic.of_rows(values, counted, self.chance.get(name))
+        return found
+
+    def by_text(self, windows: int = 1) -> list[dict[str, MeasuredStatistic]]:
+        """Return the statistics of each text; each `windows` texts of the rows are windows of one."""
+        return [
+            {name: each.rows_between(first, stop) for name, each in self.statistics.items()}
+            for first, stop in pairwise(self.rows.ends[::windows].tolist())
+        ]
+
+    def waiting(self, latest_offset: int) -> list[MeasuredRows]:
+        """Return per text the rows that may count because of a key that the text does not have yet.
+
+        Args:
+            latest_offset: the largest offset of a key because of which a row counts.
+        """
+        rows = self.rows
+        left = (rows.positions + latest_offset >= rows.num_keys).nonzero().flatten()
+        ends = torch.searchsorted(left, rows.ends)
+        names = [name for name in self.values if (statistic(name, self.own).counted_offset or 0) > 0]
+        found = []
+        for first, stop in pairwise(ends.tolist()):
+            part = left[first:stop]
+            of_text = TextRows(torch.tensor([0, len(part)]), rows.positions[part], rows.num_keys[part])
+            there = part.to(self.sees.device)
+            found.append(
+                MeasuredRows(
+                    of_text,
+                    self.sees[:, there],
+                    {name: self.values[name][:, there] for name in names},
+                    {name: self.chance[name][:, there] for name in names if name in self.chance},
+                    self.own,
+                )
+            )
+        return found
+
+    def with_num_keys(self, num_keys: int) -> MeasuredRows:
+        """Return the rows of one text after it has grown to `num_keys` keys, without those that counted before."""
+        rows = replace(
+            self.rows, num_keys=torch.full_like(self.rows.num_keys, num_keys), keys_before=self.rows.num_keys
+        )
+        return replace(self, rows=rows)
+
+
+def occurred_before(positions: Tensor, ids: Tensor) -> Tensor:
+    """Return whether each query's token occurs earlier in the text: (queries,) bool; `ids` are those of the keys."""
+    inside = (positions >= 0) & (positions < len(ids))
+    occurred = _occurred_in_text(ids, torch.zeros_like(ids))
+    return inside & occurred[positions.clamp(0, len(ids) - 1)]
+
+
+def _occurred_in_text(ids: Tensor, text: Tensor) -> Tensor:
+    """Return for tokens in their order whether the same id occurs earlier in the same text: (tokens,) bool."""
+    _, token = (ids + text * (int(ids.max()) + 1 if len(ids) else 1)).unique(return_inverse=True)
+    place = torch.arange(len(ids))
+    first = torch.full_like(place, len(ids)).scatter_reduce(0, token, place, "amin")
+    return place > first[token]
