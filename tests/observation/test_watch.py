@@ -169,6 +169,12 @@ def test_kinds_whose_inputs_are_missing_are_not_decided() -> None:
     train(model, watch, 1)
     assert [name for name in watch.numbers if "kind" in name] == ["heads/kind/first"]
     assert watch.series.changes("induction") == []
+    nothing = mh.Watch(model, kinds="induction", probes="largest_score")
+    train(model, nothing, 1)
+    with pytest.raises(ArgumentError) as caught:
+        nothing.series.kinds(layer=0)
+    sentence = "There are no kinds of the heads of layer 0. No layer had what its kinds are measured from."
+    assert str(caught.value) == sentence
 
 
 def test_a_log_gets_the_numbers_of_each_observed_step() -> None:

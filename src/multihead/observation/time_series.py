@@ -140,9 +140,9 @@ class TimeSeries:
         found = self._kinds.get(layer)
         if found is None:
             known = ", ".join(map(str, self._kinds))
+            mend = f"Give a layer of {known}." if known else "No layer had what its kinds are measured from."
             raise ArgumentError(
-                f"There are no kinds of the heads of layer {layer!r}.",
-                f"Give a layer of {known}." if known else WATCH_KINDS,
+                f"There are no kinds of the heads of layer {layer!r}.", mend if self.watched_kinds else WATCH_KINDS
             )
         named = {step: tuple(self._combinations[each] for each in places) for step, places in found.items()}
         return [named.get(step) for step in self.steps]

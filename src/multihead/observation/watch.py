@@ -220,7 +220,7 @@ class Watch:
                 self.log.add_scalar(name, number, step)
 
     def _kinds_of_layers(self, record: Record) -> dict[int, tuple[tuple[str, ...], ...]]:
-        """Return number of a layer -> the names of each head's kinds; {} if kinds are not watched.
+        """Return number of a layer -> the names of each head's kinds; without layers of which they are unknown.
 
         Raises:
             ProbeError: the tokens of a layer are on several ranks.
@@ -234,7 +234,7 @@ class Watch:
                     "of whole texts only.",
                     "Leave out kinds, or watch the training on one rank.",
                 )
-        layers = [layer for layer in record.layers if layer.num_samples]
+        layers = [layer for layer in record.layers if layer.has_kinds]
         found = layer_profiles(layers, sample=None, statistics=record.statistics, among=self.kinds)
         return {one.number: one.kinds for one in found}
 
