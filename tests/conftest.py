@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
+# Without it, each of the processes that the tests start would compile every module of the library that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Read once, when huggingface_hub is imported: it must be set before anything else is.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Commands print in the language of the locale, and their tests expect English.
@@ -23,6 +26,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from tests.parallel.processes import Processes, processes
+
+sys.dont_write_bytecode = False  # the tests themselves, for the next run
 
 # A first call of torch in a process can take seconds, so a deadline would fail at random.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])

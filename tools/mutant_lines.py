@@ -105,6 +105,8 @@ MUTANTS = (
            ("tests/kernels/test_cuda_call.py", "-k", "planned")),
     Mutant("calls on CUDA", "the gradient has another dropout than the output", "kernels/fused_on_cuda.py",
            "*(rng if call.dropout else ())", "*()", ("tests/kernels/test_cuda_call.py", "-k", "dropout")),
+    Mutant("calls on CUDA", "the blocks of a mask outlive a change of its tensor", "kernels/plan/bounds.py",
+           "tuple(each._version for each in tensors)", "()", ("tests/kernels/test_flex_on_gpu.py", "-k", "changed")),
     Mutant("calls on CUDA", "a plan outlives what the user allows", "kernels/choose.py",
            "state = fused_on_cuda.state_of_choice()", "state = None",
            ("tests/kernels/test_cuda_call.py", "-k", "again")),

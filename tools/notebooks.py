@@ -2,7 +2,8 @@
 
 A notebook X.ipynb and its translation X.zh.ipynb have the same code, so the code runs once, in a new kernel, and both
 store the same outputs: text, tables, and drawings as SVG or as the picture of a widget; no path, no time of day, and
-not the model of a widget, which ends with its kernel.
+not the model of a widget, which ends with its kernel. `nbformat` and `nbclient` take seconds to import, so the
+functions that need them import them.
 
     python -m tools.notebooks [examples/split.ipynb ...]
 """
@@ -17,9 +18,6 @@ from copy import deepcopy
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
-
-import nbformat
-from nbclient import NotebookClient
 
 from tools.translations import translation
 
@@ -53,15 +51,21 @@ def notebooks(folder: Path = EXAMPLES) -> list[Path]:
 
 def read(path: Path) -> Any:
     """Read a notebook as nested dicts."""
+    import nbformat
+
     return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
 
 
 def write(notebook: Any, path: Path) -> None:
     """Write a notebook."""
+    import nbformat
+
     nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
 
 
 def _nodes(value: Any) -> Any:
+    import nbformat
+
     return nbformat.from_dict(value)  # type: ignore[no-untyped-call]
 
 
@@ -72,6 +76,8 @@ def code_cells(notebook: Any) -> list[Any]:
 
 def run(notebook: Any) -> Any:
     """Run a copy from top to bottom in a new kernel; an error in a cell is raised."""
+    from nbclient import NotebookClient
+
     copy = _nodes(notebook)
     before = os.environ.copy()
     with tempfile.TemporaryDirectory() as folder:

@@ -20,19 +20,33 @@ import multihead as mh
 from multihead import masks, scores
 from tests.ecosystem.ways import BATCH, EMBED, HEADS, LENGTHS, QUERIES, layer
 
-# Options of different steps of the layer share a case: each is one step, which runs whatever the others are.
+# Options of different steps of the layer share a case: each is one step, which runs whatever the others are, and a case
+# has one of each step. Added keys exclude a position bias.
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    "rotary, softcap": lambda: {"rotary": mh.Rotary(), "num_kv_heads": 2, "softcap": 5.0},
-    "a part turned, with norms": lambda: {"rotary": mh.Rotary(dim=4, interleaved=True), "qk_norm": mh.QKNorm("rms")},
-    "norms of length, ALiBi": lambda: {"qk_norm": mh.QKNorm("l2"), "position_bias": scores.ALiBi(HEADS)},
-    "T5's bias, sinks and gates": lambda: {
+    "rotary, softcap, T5's bias, sinks and gates": lambda: {
+        "rotary": mh.Rotary(),
+        "num_kv_heads": 2,
+        "softcap": 5.0,
         "position_bias": scores.T5Bias(HEADS, both_ways=True),
         "sinks": True,
         "head_gates": True,
     },
-    "a learned bias": lambda: {"position_bias": scores.LearnedBias(HEADS, 20, 20)},
-    "added keys": lambda: {"add_bias_kv": True, "add_zero_attn": True},
-    "heads averaged": lambda: {"merge": "mean", "value_head_dim": 5, "output_projection": False},
+    "a part turned, norms, ALiBi": lambda: {
+        "rotary": mh.Rotary(dim=4, interleaved=True),
+        "qk_norm": mh.QKNorm("rms"),
+        "position_bias": scores.ALiBi(HEADS),
+    },
+    "norms of length, a learned bias": lambda: {
+        "qk_norm": mh.QKNorm("l2"),
+        "position_bias": scores.LearnedBias(HEADS, 20, 20),
+    },
+    "added keys, heads averaged": lambda: {
+        "add_bias_kv": True,
+        "add_zero_attn": True,
+        "merge": "mean",
+        "value_head_dim": 5,
+        "output_projection": False,
+    },
 }
 each_option = pytest.mark.parametrize("option", OPTIONS)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nbformat.v4 import new_code_cell
 
 from tools.notebooks import clean, code_cells, notebooks, printed, read, run, same_text, take_outputs
 from tools.translations import translation
@@ -37,6 +36,8 @@ def headings(notebook: Any) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def executed() -> dict[Path, Any]:
     """Run all notebooks in one kernel, which imports packages once and forgets the names of each before the next."""
+    from nbformat.v4 import new_code_cell
+
     joined = read(ENGLISH[0])
     notebook_of = {path: read(path) for path in ENGLISH}
     joined.cells = [cell for each in notebook_of.values() for cell in (new_code_cell("%reset -f"), *each.cells)]

@@ -49,7 +49,7 @@ def test_blocks_hold_every_cell_that_is_seen_and_a_full_one_no_other(data: st.Da
     block = data.draw(st.sampled_from((1, 2, 3, 5)))
     made = flex.block_mask(request, bounds, backward=True, block=block)
     cells = torch.meshgrid(*(torch.arange(n) for n in size.cells), indexing="ij")
-    seen = flex.mask_mod(request, bounds)(*cells)  # (batch, heads, queries, keys)
+    seen = flex.mask_mod(bounds, flex.visible_in_remainder(request, bounds))(*cells)  # (batch, heads, queries, keys)
     assert torch.equal(seen, oracle.shown(mask, size.cells, start))
     partial = _listed(made.kv_num_blocks, made.kv_indices)
     if made.full_kv_num_blocks is None:

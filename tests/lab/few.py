@@ -16,8 +16,8 @@ def few_answers() -> LabResults:
     """Everything the lab finds out, cut very short."""
     return LabResults(
         parameters=compare_parameters(embed_dim=16, length=4, heads=(1, 2)),
-        experiments=tuple(run_experiment(task, heads=(1, 2), seeds=2, steps=4) for task in TASKS.values()),
-        experiment_with_copied_heads=run_experiment(TASKS["two"], heads=(2,), seeds=2, steps=4, start="copied"),
+        experiments=tuple(run_experiment(task, heads=(1, 2), seeds=2, steps=2) for task in TASKS.values()),
+        experiment_with_copied_heads=run_experiment(TASKS["two"], heads=(2,), seeds=2, steps=2, start="copied"),
         vector_matching=match_vectors(trials=40, seeds=2, lengths=(8, 64), noises=(0.5, 2.0)),
         models_per_head_count=2,
         first_seed=0,

@@ -19,7 +19,7 @@ from tests.kernel_names import EACH
 from tests.layer.layer_drawing import WAYS, layer_cases
 from tests.layer.layer_ways import assert_the_layer_agrees
 
-EXAMPLES = int(25 * float(os.environ.get("MULTIHEAD_DEEPER", "1")))
+EXAMPLES = int(10 * float(os.environ.get("MULTIHEAD_DEEPER", "1")))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -50,8 +50,7 @@ def assert_same(found: list[Tensor], whole: Tensor) -> None:
 @pytest.mark.parametrize(
     ("options", "mask"),
     [
-        ({}, CAUSAL & masks.Documents((5, 7))),
-        ({"rotary": Rotary()}, CAUSAL),
+        ({"rotary": Rotary()}, CAUSAL & masks.Documents((5, 7))),
         ({"sinks": True, "softcap": 2.0, "add_bias_kv": True}, CAUSAL & masks.Window(4)),
     ],
     ids=str,
@@ -102,27 +101,19 @@ def test_a_compiled_prompt_of_different_lengths_and_its_steps() -> None:
     assert len(times) == 2
 
 
-def test_what_was_compiled_goes_on_uncompiled_and_back() -> None:
+def test_what_was_compiled_goes_on_uncompiled_and_back_until_the_capacity() -> None:
     layer, x = drawn(rotary=Rotary())
     step, _ = compiled(layer)
-    cache = KeyValueCache(capacity=LENGTH)
     ways = [layer, step, step, layer, layer, step]
+    cache = KeyValueCache(capacity=len(ways))
     found = [way(x[:, i : i + 1], cache=cache, mask=CAUSAL) for i, way in enumerate(ways)]
     assert_same(found, layer(x[:, : len(ways)], mask=CAUSAL))
     cache.crop(4)
     found = [*found[:4], step(x[:, 4:5], cache=cache, mask=CAUSAL), layer(x[:, 5:6], cache=cache, mask=CAUSAL)]
     assert_same(found, layer(x[:, :6], mask=CAUSAL))
-    assert repr(cache).startswith("KeyValueCache(capacity=12): 6 tokens, 2 samples")
-
-
-def test_more_than_the_capacity_is_refused_when_the_graph_runs() -> None:
-    layer, x = drawn()
-    step, _ = compiled(layer)
-    cache = KeyValueCache(capacity=4)
-    layer(x[:, :3], cache=cache, mask=CAUSAL)
-    step(x[:, 3:4], cache=cache, mask=CAUSAL)
-    with pytest.raises(RuntimeError, match=r"^The cache has no room for these tokens\."):
-        step(x[:, 4:5], cache=cache, mask=CAUSAL)
+    assert repr(cache).startswith("KeyValueCache(capacity=6): 6 tokens, 2 samples")
+    with pytest.raises(RuntimeError, match=r"^The cache has no room for these tokens\."):  # when the graph runs
+        step(x[:, 6:7], cache=cache, mask=CAUSAL)
 
 
 def test_caches_of_other_capacities_share_a_graph_after_the_second() -> None:

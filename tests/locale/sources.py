@@ -98,11 +98,17 @@ def _part(node: ast.expr) -> str:
 def is_used(section: str, key: str) -> bool:
     """Whether a file names a text of a section, with or without the name of the section."""
     names = (key, f"{section}.{key}")
+    plain, patterns = _keys_of_users(section)
+    return any(name in plain or patterns.fullmatch(name) is not None for name in names)
+
+
+@cache
+def _keys_of_users(section: str) -> tuple[frozenset[str], re.Pattern[str]]:
+    """Return the literals of all files that use a section, and one regular expression for their patterns."""
     general = {f"{section}\\.{ANY}"}  # a function that adds the section names no text
+    plain, patterns = set[str](), set[str]()
     for path in files(USERS[section]):
-        plain, patterns = keys_in(path)
-        if any(name in plain for name in names):
-            return True
-        if any(re.fullmatch(pattern, name) for pattern in patterns - general for name in names):
-            return True
-    return False
+        literals, of_file = keys_in(path)
+        plain |= literals
+        patterns |= of_file - general
+    return frozenset(plain), re.compile("|".join(f"(?:{pattern})" for pattern in sorted(patterns)) or "(?!)")

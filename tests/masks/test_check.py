@@ -16,7 +16,7 @@ from multihead.masks.base import Band
 from tests.drawing import sizes, trees
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_what_the_masks_of_the_package_say_about_themselves_is_true(data: st.DataObject) -> None:
     size = data.draw(sizes(longest=9))

@@ -17,7 +17,7 @@ from tests import oracle
 from tests.drawing import sizes, starts, trees
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_the_dense_meaning_is_that_of_the_loops(data: st.DataObject) -> None:
     size = data.draw(sizes(longest=9))

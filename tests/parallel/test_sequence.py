@@ -39,9 +39,14 @@ class TestOutputsAndGradientsAreThoseOfOneProcess:
         agree(four.results(cases.split_calls, 2, todo, ranks=2), todo)
 
     def test_with_every_term_of_the_scores(self, four: Processes, strategy: str, layout: str) -> None:
-        """On four ranks: every mask with all terms, and each term with a mask that is causal and has empty rows."""
-        pairs = {("lengths", terms) for terms in cases.TERMS} | {("causal", "none")}
-        pairs |= {(mask, "all") for mask in cases.MASKS}
+        """On four ranks: every mask with all terms, and each term with a mask that is causal and has empty rows.
+
+        A term does not depend on the order of the tokens, and two ranks try each mask in both, so on four each order
+        has one of the two.
+        """
+        pairs = {("lengths", "none"), ("causal", "none")}
+        pairs |= {("lengths", terms) for terms in cases.TERMS if layout == "contiguous"}
+        pairs |= {(mask, "all") for mask in cases.MASKS if layout == "balanced"}
         todo = [(strategy, layout, *pair, torch.float64) for pair in sorted(pairs)]
         agree(four.results(cases.split_calls, 4, todo), todo)
 
@@ -86,7 +91,8 @@ def test_the_dropped_weights_are_those_of_one_process(four: Processes, strategy:
 def test_a_layer_has_the_positions_of_the_whole_sequence(four: Processes, layer: str) -> None:
     """Rotary embedding, position biases, norms, sinks and gates, padding, with the gradients of all parameters."""
     expected = cases.whole_layer(layer)
-    for strategy, layout in KINDS:
+    # The positions of a layout are the same for every strategy: each layer has each strategy and each layout.
+    for strategy, layout in KINDS if layer == "rotary" else KINDS[::2] + KINDS[1::4]:
         for found in four.results(cases.split_layer, strategy, layout, layer):
             assert found.keys() == expected.keys()
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
@@ -94,7 +100,7 @@ def test_a_layer_has_the_positions_of_the_whole_sequence(four: Processes, layer:
 
 def test_activation_checkpointing_recomputes_split_calls(four: Processes) -> None:
     expected = cases.whole_layer("rotary")
-    for strategy, layout in KINDS:
+    for strategy, layout in KINDS[1::2]:
         for found in four.results(cases.split_layer, strategy, layout, "rotary", True):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 

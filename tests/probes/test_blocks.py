@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -82,7 +83,10 @@ def compare(found: BlockSums, wanted: BlockSums, tolerance: float) -> None:
     torch.testing.assert_close(found.sums, wanted.sums, atol=tolerance, rtol=tolerance)
 
 
-@pytest.fixture(params=[1 << 18, 0], ids=["in PyTorch", "by the native kernel"])
+REGIONS = {"in PyTorch": 1 << 18, "by the native kernel": 0}
+
+
+@pytest.fixture(params=REGIONS.values(), ids=REGIONS.keys())
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make regions of this size go to PyTorch or to the native kernel, in strips of a few rows of blocks."""
     monkeypatch.setattr(module, "MIN_NATIVE_SCORES", request.param)
@@ -90,11 +94,26 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "SCORES_PER_DENSE_STRIP", 4000)
 
 
+# float64 is computed in PyTorch, whatever the size of a region, so each mask and bias meets PyTorch in float64 and the
+# kernel in float32; of PyTorch in float32 and of float64 where the kernel is asked for, a mask with a bias is enough.
+FLOAT64, FLOAT32 = (torch.float64, 1e-12), (torch.float32, 2e-5)
+DENSE = [
+    *product(["in PyTorch"], [FLOAT64], MASKS, BIASES),
+    *product(["by the native kernel"], [FLOAT32], MASKS, BIASES),
+    *(("in PyTorch", FLOAT32, mask, bias) for mask, bias in zip(MASKS, cycle(BIASES), strict=False)),
+    ("by the native kernel", FLOAT64, "causal", "relative"),
+]
+
+
+@pytest.mark.parametrize(
+    ("small", "precision", "mask", "bias"),
+    [(REGIONS[where], *others) for where, *others in DENSE],
+    ids=[f"{where}-{precision[0]}-{mask}-{bias}" for where, precision, mask, bias in DENSE],
+    indirect=["small"],
+)
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("bias", BIASES)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)], ids=["64", "32"])
-def test_blocks_are_the_sums_of_the_dense_weights(mask: str, bias: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_blocks_are_the_sums_of_the_dense_weights(mask: str, bias: str, precision: tuple[torch.dtype, float]) -> None:
+    dtype, tolerance = precision
     request, logsumexp, dense = call(MASKS[mask], dtype, bias=bias)
     everything = sum_weights_over_blocks(request, logsumexp, block=(32, 16))
     compare(everything, cut(dense, [0, 1, 2, 3], (0, QUERIES), (0, KEYS), (32, 16)), tolerance)

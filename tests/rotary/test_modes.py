@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -12,13 +13,22 @@ from torch.autograd import forward_ad
 from multihead.rotary import Rotary
 from tests.rotary.turning import BATCH, LENGTH, POSITIONS, ROTARIES, drawn, each, few
 
+PLACES: dict[str, int | Tensor] = {"start": 2, "given": POSITIONS, "negative": POSITIONS - 5}
+
 
 class TestGradients:
-    @each
-    @pytest.mark.parametrize("positions", [2, POSITIONS, POSITIONS - 5], ids=["start", "given", "negative"])
-    def test_they_are_right_in_every_mode_of_autograd(self, rotary: Rotary, positions: int | Tensor) -> None:
+    # Positions give the angles, and a form says what is turned by them: each form has one kind, and one has each kind.
+    @pytest.mark.parametrize(
+        ("form", "positions"),
+        [
+            *zip(ROTARIES, itertools.cycle(PLACES), strict=False),
+            *(("a part as neighbours", positions) for positions in PLACES),
+        ],
+    )
+    def test_they_are_right_in_every_mode_of_autograd(self, form: str, positions: str) -> None:
+        rotary, places = ROTARIES[form], PLACES[positions]
         x = drawn(length=LENGTH)[:, :1].detach().requires_grad_()
-        function = lambda x: rotary.rotate(x, positions)
+        function = lambda x: rotary.rotate(x, places)
         assert torch.autograd.gradcheck(function, x, check_forward_ad=True, check_batched_grad=True)
         assert torch.autograd.gradgradcheck(function, x)
 
@@ -81,7 +91,7 @@ class TestCompiled:
                 positions = torch.randint(-4, 100, (BATCH, length))
                 torch.testing.assert_close(compiled(x, positions), rotary.rotate(x, positions), rtol=0, atol=1e-6)
 
-    @few
+    @pytest.mark.parametrize("name", ["halves", "a part as neighbours"])
     def test_one_graph_serves_all_starts_and_lengths(self, name: str) -> None:
         rotary = ROTARIES[name]
         compiled = torch.compile(rotary.rotate, fullgraph=True, backend="aot_eager", dynamic=True)

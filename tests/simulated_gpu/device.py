@@ -284,6 +284,8 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
     yield mock.patch.object(choose, "PLAN_CACHE", bounds.PlanCache(bounds.CACHE_BYTES))
     for module in (choose, bounds):
         yield mock.patch.object(module, "BOUNDS_CACHE", plans)
+    for module, name in ((bounds, "_BOUNDS_OF_TENSORS"), (flex, "_DENSE_BLOCK_MASKS")):
+        yield mock.patch.object(module, name, bounds.PlanCache(bounds.CACHE_BYTES, bounds.MOST_MASKS_WITH_TENSORS))
     # Where the library asks for a plain tensor, a tensor of the simulated GPU is one.
     for module in _modules_that_ask_for_plain_tensors():
         yield mock.patch.object(module, "type", _type, create=True)
@@ -321,10 +323,14 @@ def _made_by(make: Callable[..., Tensor]) -> Callable[..., Any]:
     return made
 
 
-def _run_flex(q: Any, k: Any, v: Any, *, score_mod: Any, block_mask: Any, scale: str, **_: Any) -> Any:
+def _run_flex(
+    q: Any, k: Any, v: Any, *, score_mod: Any, block_mask: Any, scale: str, spreads_nan: bool, **_: Any
+) -> Any:
     """Compute what compiled flex_attention computes, from the block mask and the functions that it gets."""
     gpu = _gpu()
     gpu.counts.launches.update(["flex_attention", "logsumexp of flex_attention"])
+    if spreads_nan:
+        gpu.counts.launches.update(["rows of q that are not finite", "keys that are not finite"])
     counts, gpu.counts = gpu.counts, Counts()  # what the emulation itself does is not counted
     on_cpu = SimpleNamespace(
         **{name: to_cpu(getattr(block_mask, name)) for name in (
@@ -336,7 +342,8 @@ def _run_flex(q: Any, k: Any, v: Any, *, score_mod: Any, block_mask: Any, scale:
     modified = None if score_mod is None else lambda *given: to_cpu(score_mod(*to_gpu(given)))
     try:
         with torch.no_grad():
-            found = operators.flex(*to_cpu((q, k, v)), score_mod=modified, block_mask=on_cpu, scale=float(scale))
+            given = operators.with_nan_in_whole_rows(*to_cpu((q, k, v))) if spreads_nan else to_cpu((q, k, v))
+            found = operators.flex(*given, score_mod=modified, block_mask=on_cpu, scale=float(scale))
     finally:
         gpu.counts = counts
     return to_gpu(found)

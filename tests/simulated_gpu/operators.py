@@ -14,7 +14,8 @@ Each function computes on CPU tensors and gets the arguments of the operator's s
   returns the logsumexp as (heads, tokens).
 - Both can be captured in a graph (Q8).
 - A compiled call of flex_attention is two launches, one of them for the logsumexp, and reads the block mask: hidden
-  blocks are skipped, in partial ones its `mask_mod` is evaluated, in full ones not.
+  blocks are skipped, in partial ones its `mask_mod` is evaluated, in full ones not. What is computed of each row of q,
+  and of each key, before it is at most one launch each.
 """
 
 from __future__ import annotations
@@ -191,7 +192,17 @@ def flex(
     # A kernel overwrites the scores of hidden keys, and multiplies values by weights of 0.
     scores = q.float() @ k.float().mT * scale
     scores = scores if score_mod is None else score_mod(scores, b, h, i, j)
-    return _softmax(scores.masked_fill(~visible, -torch.inf), v, q.dtype)
+    output, logsumexp = _softmax(scores.masked_fill(~visible, -torch.inf), v, q.dtype)
+    # torch/_inductor/kernel/flex/flex_attention.py: the output has the order of axes of q (infer_dense_strides).
+    return _tokens_first(output) if q.transpose(1, 2).is_contiguous() else output, logsumexp
+
+
+def with_nan_in_whole_rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v as the compiled call makes them before flex_attention, so that NaN of hidden keys stays out."""
+    bad_keys = ~(k.isfinite().all(-1) & v.isfinite().all(-1))[..., None]
+    bad_queries = ~q.isfinite().all(-1)[..., None]
+    k, v = k.masked_fill(bad_keys, torch.nan), v.masked_fill(bad_keys, 0.0)
+    return _tokens_first(q.masked_fill(bad_queries, torch.nan)), k, v
 
 
 def _cells_of_blocks(counts: Tensor, indices: Tensor, size: tuple[int, int], cells: tuple[Tensor, ...]) -> Tensor:

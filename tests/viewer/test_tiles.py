@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -28,15 +29,11 @@ from tests.viewer.test_levels import KINDS
 from tests.viewer.watching import block_means, watch
 
 
-@pytest.mark.parametrize("sink", [True, False])
-@pytest.mark.parametrize("level", range(6))
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tile_holds_the_means_over_what_may_be_seen(
-    kind: str, level: int, sink: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tile_holds_the_means_over_what_may_be_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE_SIDE", 3)
     record = watch(dtype=torch.float64, **KINDS[kind])
-    for sample in record.layers[0].samples:
+    for sample, level, sink in product(record.layers[0].samples, range(6), (True, False)):
         head = sample.num_heads - 1
         expected = block_means(sample, head, level, sink=sink)
         rows = [

@@ -6,11 +6,12 @@ compiled one on the CPU, which computes no logsumexp and no gradient; tests/kern
 The key intervals of each 128 queries are rounded out to blocks of 128 keys. Full blocks need no mask, partial ones
 compare a key with the `[start, stop)` of its query and look up `bounds.remainder`, and hidden ones are skipped; the
 lists of blocks are computed in closed form on the device, without waiting for a value, and kept for equal masks and
-sizes. Softcap, tensor biases and `RelativeBias` modify the scores, scale and grouped heads are those of flex_attention,
-and sinks are a factor of the output. flex_attention is compiled once per kind of call. What PyTorch cannot compile is
-computed by the reference kernel, with a warning. Second derivatives are computed by the reference kernel too. This
-kernel refuses float64, dropout, the gradient of a bias, heads of fewer than 16 or more than 256 columns, empty calls,
-transforms, export, `torch.jit.trace`, `make_fx` and `FakeTensorMode`, and machines without Triton.
+sizes, and for a mask that holds tensors until these change. Softcap, tensor biases and `RelativeBias` modify the
+scores, scale and grouped heads are those of flex_attention, and sinks are a factor of the output. flex_attention is
+compiled once per kind of call. What PyTorch cannot compile is computed by the reference kernel, with a warning. Second
+derivatives are computed by the reference kernel too. This kernel refuses float64, dropout, the gradient of a bias,
+heads of fewer than 16 or more than 256 columns, empty calls, transforms, export, `torch.jit.trace`, `make_fx` and
+`FakeTensorMode`, and machines without Triton.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from torch import Tensor
 
 from multihead.kernels import reference
 from multihead.kernels.call import AttentionRequest, AttentionResult, WorkEstimate
-from multihead.kernels.dense_tile import visible_in_mask, without_qkv, working_dtype
+from multihead.kernels.dense_tile import visible_in_mask, without_autocast, without_qkv, working_dtype
+from multihead.kernels.nonfinite import hides_padding, make_rows_nan, replace_nonfinite
+from multihead.kernels.plan.bounds import CACHE_BYTES, MOST_MASKS_WITH_TENSORS, PlanCache
 from multihead.kernels.proven import GpuPath
 from multihead.kernels.reference import differentiable_gradients
 from multihead.kernels.slow_paths import warn_of_slow_path
@@ -39,7 +42,7 @@ from multihead.tensors.tracing import constant_in_graphs, is_captured, is_export
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-HANDLES_NONFINITE = False
+HANDLES_NONFINITE = True  # without gradients inside the compiled call, which takes one or two launches more
 GPU_PATH = GpuPath("flex", ("kernels/flex.py",), in_use_before_rows=True)
 BLOCK_SIZE = 128  # queries and keys per block, the block size of flex_attention's own kernels
 MAX_COMPILED_CALL_KINDS = 1 << 16  # limit on the kinds of calls that are compiled; PyTorch's default limit is 8
@@ -90,8 +93,22 @@ def reads_int8(request: AttentionRequest) -> bool:
 def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     """Compute a request with flex_attention, compiled once for each kind of call.
 
-    The output has the memory layout of q, so merging heads needs no copy if q was split from a projection.
+    The output has the memory layout of q, or that of a q split from a projection, so merging heads needs no copy then.
     """
+    with without_autocast(request.shape.device):
+        if not hides_padding(request):
+            return _attend(request, bounds)
+        # The compiled call takes fewer launches, but it replaces no rows of q and k by 0, as gradients need, and a sink
+        # is added after it.
+        outside = request.qkv_need_gradient or request.sinks is not None or torch.compiler.is_compiling()
+        if request.shape.device.type == "cuda" and not outside:
+            return _attend(request, bounds, spreads_nan=True)
+        cleaned, bad_rows = replace_nonfinite(request, bounds)
+        attended = _attend(cleaned, bounds)
+        return attended if bad_rows is None else make_rows_nan(attended, bad_rows)
+
+
+def _attend(request: AttentionRequest, bounds: KeyBounds, *, spreads_nan: bool = False) -> AttentionResult:
     # The kernels of flex_attention need tensors whose last stride is 1.
     q, k, v = (
         tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (request.q, request.k, request.v)
@@ -101,14 +118,16 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
         output, logsumexp = _compute_output_and_logsumexp(contiguous, bounds, _call_flex_attention)
     else:
         try:
-            output, logsumexp = _compute_with_double_backward(contiguous, bounds)
+            output, logsumexp = _compute_with_double_backward(contiguous, bounds, spreads_nan=spreads_nan)
         except _compiler_errors() as failure:
             warn_of_slow_path(
                 f"PyTorch could not compile flex_attention for this call ({type(failure).__name__}): the reference "
                 "kernel computes it, and holds queries x keys.",
                 'Report it with the call; kernel="reference" computes it without this warning.',
             )
-            return reference.attend(request, bounds)
+            cleaned, bad_rows = replace_nonfinite(request, bounds)
+            attended = reference.attend(cleaned, bounds)
+            return attended if bad_rows is None else make_rows_nan(attended, bad_rows)
     if request.sinks is not None:
         output, logsumexp = add_sinks(output, logsumexp, request.sinks)
     return AttentionResult(output, logsumexp)
@@ -173,8 +192,18 @@ def round_to_key_blocks(bounds: KeyBounds, *, keys: int, block: int = BLOCK_SIZE
     return KeyBlocks(first, torch.where(some, first_full, first), torch.where(some, end_full, first), end)
 
 
-def block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool, block: int = BLOCK_SIZE) -> BlockMask:
-    """Convert key bounds to flex_attention's BlockMask: lists of blocks, and the mask function of partial blocks."""
+def block_mask(
+    request: AttentionRequest,
+    bounds: KeyBounds,
+    *,
+    backward: bool,
+    block: int = BLOCK_SIZE,
+    remainder: Tensor | None = None,
+) -> BlockMask:
+    """Convert key bounds to flex_attention's BlockMask: lists of blocks, and the mask function of partial blocks.
+
+    `remainder` is what `visible_in_remainder` returns, computed if it is None.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     queries, keys = request.shape.query_length, request.shape.key_length
@@ -195,7 +224,7 @@ def block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool, 
         _add_head_axis(blocks.end_of_full_blocks - blocks.first_full_block) if some else None,
         _add_head_axis(full) if some else None,
         BLOCK_SIZE=(block, block),
-        mask_mod=mask_mod(request, bounds),
+        mask_mod=mask_mod(bounds, visible_in_remainder(request, bounds) if remainder is None else remainder),
         seq_lengths=(queries, keys),
         compute_q_blocks=backward,  # the lists of query blocks per key block, which only the backward pass reads
     )
@@ -205,10 +234,14 @@ def _add_head_axis(numbers: Tensor) -> Tensor:
     return numbers[:, None].to(torch.int32).contiguous()
 
 
-def mask_mod(request: AttentionRequest, bounds: KeyBounds) -> MaskMod:
+def visible_in_remainder(request: AttentionRequest, bounds: KeyBounds) -> Tensor | None:
+    """Return where the remainder of bounds shows a key, bool broadcasting to (batch, heads, queries, keys), or None."""
+    return None if bounds.remainder is None else visible_in_mask(bounds.remainder, request)
+
+
+def mask_mod(bounds: KeyBounds, remainder: Tensor | None) -> MaskMod:
     """Return the mask function of partial blocks: start <= key < stop, and the remainder is True."""
     start, stop = bounds.start.to(torch.int32), bounds.stop.to(torch.int32)
-    remainder = None if bounds.remainder is None else visible_in_mask(bounds.remainder, request)
 
     def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         within = (j >= _value_at(start, b, i)) & (j < _value_at(stop, b, i))
@@ -234,7 +267,8 @@ def score_mod(request: AttentionRequest) -> ScoreMod | None:
             return score
         bias = _value_at(values, b, h, i, j) if diagonal is None else _value_at(values, b, h, j - i + diagonal)
         # The kernel multiplies scores by log2(e): a bias of the lowest float would become -inf, which hides.
-        return torch.where(bias == -torch.inf, bias, (score + bias).clamp(-SCORE_CLAMP_LIMIT, SCORE_CLAMP_LIMIT))
+        added = (score + bias).clamp(-SCORE_CLAMP_LIMIT, SCORE_CLAMP_LIMIT)
+        return torch.where(bias.abs() == torch.inf, torch.where(bias < 0, bias, torch.nan), added)
 
     return modified_score
 
@@ -259,13 +293,22 @@ def _call_flex_attention(
     scale: str,
     grouped: bool,
     by_rows: bool,
+    spreads_nan: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Call flex_attention for the output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries).
 
-    `by_rows` avoids PyTorch's kernel for few queries, which supports at most one block of grouped queries.
+    `by_rows` avoids PyTorch's kernel for few queries, which supports at most one block of grouped queries. With
+    `spreads_nan` every row of q that is not finite is NaN, and every key of which k or v is not finite is NaN and has a
+    value of 0: its score is NaN where it is visible, and where it is hidden its weight of 0 meets no NaN.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+    if spreads_nan:
+        finite = _is_finite(k) & _is_finite(v)
+        k, v = k.where(finite, torch.nan), v.where(finite, 0.0)
+        # The compiled q has the order of axes in which it is computed, and the output that of q: tokens before heads.
+        tokens_first = q.transpose(1, 2)
+        q = tokens_first.where(_is_finite(tokens_first), torch.nan).transpose(1, 2)
     output, aux = flex_attention(
         q,
         k,
@@ -278,6 +321,11 @@ def _call_flex_attention(
         return_aux=AuxRequest(lse=True),
     )
     return output, cast(Tensor, aux.lse)
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """Return which rows of a tensor (..., dim) hold neither NaN nor inf: (..., 1) bool."""
+    return tensor.abs().amax(-1, keepdim=True) < torch.inf
 
 
 @cache
@@ -306,7 +354,11 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def _compute_output_and_logsumexp(
-    request: AttentionRequest, bounds: KeyBounds, flex: Callable[..., tuple[Tensor, Tensor]]
+    request: AttentionRequest,
+    bounds: KeyBounds,
+    flex: Callable[..., tuple[Tensor, Tensor]],
+    *,
+    spreads_nan: bool = False,
 ) -> tuple[Tensor, Tensor]:
     return flex(
         request.q,
@@ -317,17 +369,22 @@ def _compute_output_and_logsumexp(
         scale=_float_as_text(request.scale),
         grouped=request.shape.heads_per_kv_head > 1,
         by_rows=request.shape.query_length * request.shape.heads_per_kv_head > BLOCK_SIZE // 2,
+        spreads_nan=spreads_nan,
     )
 
 
-# Key bounds (compared by identity) -> `backward` -> block mask. Bounds with a dense remainder are not cached.
+# Key bounds (compared by identity) -> `backward` -> block mask.
 _BLOCK_MASKS: WeakKeyDictionary[KeyBounds, dict[bool, BlockMask]] = WeakKeyDictionary()
+# The same of bounds with a dense remainder, which a block mask holds; the layers of a model share few of them.
+_DENSE_BLOCK_MASKS: PlanCache[BlockMask] = PlanCache(CACHE_BYTES, MOST_MASKS_WITH_TENSORS)
 
 
 def _cached_block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool) -> BlockMask:
     """Return the block mask of a request, computed once per key bounds, which equal calls share."""
-    if bounds.remainder is not None or is_intercepted():
+    if is_intercepted():
         return block_mask(request, bounds, backward=backward)
+    if bounds.remainder is not None:
+        return _cached_dense_block_mask(request, bounds, backward=backward)
     known = _BLOCK_MASKS.setdefault(bounds, {})
     found = known.get(backward)
     if found is None:
@@ -337,10 +394,23 @@ def _cached_block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward
     return found
 
 
-def _compute_with_double_backward(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, Tensor]:
+def _cached_dense_block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool) -> BlockMask:
+    """Return the block mask of bounds with a dense remainder."""
+    found = _DENSE_BLOCK_MASKS.entries.get((bounds, backward))
+    if found is None:
+        remainder = visible_in_remainder(request, bounds)
+        assert remainder is not None
+        found = block_mask(request, bounds, backward=backward, remainder=remainder)
+        _DENSE_BLOCK_MASKS.add((bounds, backward), found, bounds, (remainder,))
+    return found
+
+
+def _compute_with_double_backward(
+    request: AttentionRequest, bounds: KeyBounds, *, spreads_nan: bool
+) -> tuple[Tensor, Tensor]:
     """Compute flex_attention with second derivatives by the reference kernel."""
     if not request.qkv_need_gradient:
-        return _compute_output_and_logsumexp(request, bounds, _run_compiled_flex_attention)
+        return _compute_output_and_logsumexp(request, bounds, _run_compiled_flex_attention, spreads_nan=spreads_nan)
     inputs = (request.q, request.k, request.v, without_qkv(request), bounds)
     return _CompiledFlex.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
 

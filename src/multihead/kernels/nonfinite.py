@@ -10,7 +10,8 @@ rows into NaN anyway.
 
 On CUDA values are not read, and replacing them would take longer than attention itself at short lengths. So non-finite
 values are replaced on CUDA only where a mask can hide padding: with lengths, documents or tensors. A mask that depends
-on distances alone hides no key from all queries, and a NaN in a key is then a result of the model.
+on distances alone hides no key from all queries, and a NaN in a key is then a result of the model. Without gradients
+flex_attention's kernel replaces them itself, in its compiled call (`flex.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
     are always replaced.
     """
     q, k, v, bias = request.q, request.k, request.v, request.bias
-    if request.shape.device.type == "cuda" and request.mask.translation_invariant and bias is None:
+    if not hides_padding(request):
         return request, None
     numbers = None if request.bias_values is None else request.bias_values.detach()
     bad_numbers = None if numbers is None else _is_nan_or_positive_inf(numbers)
@@ -64,6 +65,12 @@ def replace_nonfinite(request: AttentionRequest, bounds: KeyBounds) -> tuple[Att
         cleaned = replace(cleaned, sinks=request.sinks.masked_fill(bad_sinks, 0))
         bad_queries = bad_queries | bad_sinks[:, None]
     return cleaned, (bad_queries & sees_any) | _queries_seeing_nonfinite(cleaned, bounds, bad_keys, bad_bias)
+
+
+def hides_padding(request: AttentionRequest) -> bool:
+    """Whether NaN and inf in hidden keys are kept from queries: not on CUDA where only distances hide keys."""
+    by_distance = request.mask.translation_invariant and request.bias is None
+    return request.shape.device.type != "cuda" or not by_distance
 
 
 def _has_nonfinite(tensor: Tensor) -> Tensor:

@@ -427,7 +427,7 @@ def schema_calls(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[dict[st
     return given, (*band, draw(st.sampled_from([0, 1, 191]))), draw(st.booleans())
 
 
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=80)
 @hypothesis.given(call=schema_calls())
 def test_both_schemas_of_the_forward_pass_give_the_same_bits(
     call: tuple[dict[str, Any], tuple[Any, ...], bool],

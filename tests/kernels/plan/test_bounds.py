@@ -31,7 +31,7 @@ def within(bounds: KeyBounds, keys: int) -> Tensor:
     return ((key >= bounds.start[..., None]) & (key < bounds.stop[..., None]))[:, None]
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_bounds_and_remainder_are_the_dense_meaning(data: st.DataObject) -> None:
     size = data.draw(sizes(longest=9))
@@ -47,7 +47,7 @@ def test_bounds_and_remainder_are_the_dense_meaning(data: st.DataObject) -> None
     assert torch.equal(shown, expected)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_intervals_and_what_both_of_them_allow_need_no_remainder(data: st.DataObject) -> None:
     size = data.draw(sizes(longest=9))

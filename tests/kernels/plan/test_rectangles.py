@@ -46,7 +46,7 @@ def assert_covered(bounds: KeyBounds, keys: int, pieces: Sequence[Rectangle]) ->
         assert torch.equal(times, seen.long())
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_every_seen_cell_is_computed_once(data: st.DataObject) -> None:
     size = data.draw(sizes(longest=12))

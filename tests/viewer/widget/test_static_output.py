@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nbconvert
-import nbformat
 import numpy as np
 import pytest
 from matplotlib import image
@@ -72,6 +70,9 @@ def test_the_output_has_no_script_and_no_markup_of_a_text() -> None:
 
 
 def test_nbconvert_shows_the_picture_and_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbconvert  # here, because it takes seconds
+    import nbformat
+
     # Its templates may be in another environment than that of the tests.
     shared = (each / "share/jupyter" for each in Path(nbconvert.__file__).parents)
     monkeypatch.setenv("JUPYTER_PATH", str(next(each for each in shared if (each / "nbconvert").is_dir())))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
@@ -23,28 +23,27 @@ PlanT = TypeVar("PlanT")
 
 
 class PlanCache(Generic[PlanT]):
-    """A cache of plans, key -> plan, limited to `max_bytes`; the oldest plans are removed first."""
+    """A cache of plans, key -> plan, limited to `max_bytes` and `most` plans; the oldest plans are removed first."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.nbytes = max_bytes, 0
+    def __init__(self, max_bytes: int, most: int | None = None) -> None:
+        self.max_bytes, self.most, self.nbytes = max_bytes, most, 0
         self.entries: dict[object, PlanT] = {}
         self._sizes: dict[object, int] = {}
         self._lock = Lock()
 
-    def add(self, key: object, value: PlanT, bounds: KeyBounds) -> None:
-        """Add a plan, counting the memory of its bounds."""
+    def add(self, key: object, value: PlanT, bounds: KeyBounds, others: Iterable[Tensor] = ()) -> None:
+        """Add a plan, counting the memory of its bounds and of other tensors that it or the key holds."""
         # Nothing is cached under a torch mode with tensors of its own (FakeTensorMode): later calls must not get those.
         if type(bounds.start) is not Tensor or type(bounds.stop) is not Tensor or is_captured(bounds.start.device):
             return
-        edges = (bounds.start, bounds.stop)
         # 1024: the approximate size of an entry without its tensors.
-        size = sum(edge.untyped_storage().nbytes() for edge in edges) + 1024
+        size = sum(each.untyped_storage().nbytes() for each in (bounds.start, bounds.stop, *others)) + 1024
         with self._lock:
             if size > self.max_bytes or key in self.entries:
                 return
             self.entries[key], self._sizes[key] = value, size
             self.nbytes += size
-            while self.nbytes > self.max_bytes:
+            while self.nbytes > self.max_bytes or (self.most is not None and len(self.entries) > self.most):
                 self._drop(next(iter(self.entries)))
 
     def _drop(self, key: object) -> None:
@@ -64,6 +63,9 @@ class PlanCache(Generic[PlanT]):
 
 
 BOUNDS_CACHE: PlanCache[KeyBounds] = PlanCache(CACHE_BYTES)
+# Bounds of masks that hold tensors, on CUDA: the layers of a model share the few masks of a pass.
+MOST_MASKS_WITH_TENSORS = 8
+_BOUNDS_OF_TENSORS: PlanCache[KeyBounds] = PlanCache(CACHE_BYTES, MOST_MASKS_WITH_TENSORS)
 
 
 def bounds_of(request: AttentionRequest, device: torch.device | str | None = None) -> KeyBounds:
@@ -103,12 +105,32 @@ def key_bounds(
         return _bounds_of_one_query(*mask.band.interval_of_query(query_start, keys), device)
     of_mask = mask.cache_key()
     if of_mask is None:
-        return _compute_bounds(mask, queries, keys, query_start, device)
+        return _bounds_of_tensors(mask, queries, keys, query_start, device)
     key = of_mask, queries, keys, query_start, device
     bounds = BOUNDS_CACHE.entries.get(key)
     if bounds is None:
         bounds = _compute_bounds(mask, queries, keys, query_start, device)
         BOUNDS_CACHE.add(key, bounds, bounds)
+    return bounds
+
+
+def _bounds_of_tensors(mask: Mask, queries: int, keys: int, query_start: int, device: torch.device) -> KeyBounds:
+    """Compute the bounds of a mask that holds tensors; on CUDA once per mask and values of its tensors.
+
+    On the CPU computing them takes less time than finding them.
+    """
+    tensors = tuple(mask.tensors()) if device.type == "cuda" else ()
+    if not tensors or any(each.is_inference() for each in tensors):  # such tensors do not count their changes
+        return _compute_bounds(mask, queries, keys, query_start, device)
+    # Masks are equal if they hold the same tensors, which are alive as long as the key is.
+    key = mask, tuple(each._version for each in tensors), queries, keys, query_start, device  # noqa: SLF001
+    try:
+        bounds = _BOUNDS_OF_TENSORS.entries.get(key)
+    except TypeError:  # a field that cannot be hashed
+        return _compute_bounds(mask, queries, keys, query_start, device)
+    if bounds is None:
+        bounds = _compute_bounds(mask, queries, keys, query_start, device)
+        _BOUNDS_OF_TENSORS.add(key, bounds, bounds, tensors)
     return bounds
 
 
