@@ -141,6 +141,15 @@ def family(name: str) -> Any:
         return FAMILIES[name]().eval()
 
 
+def of_one_layer(model: Any) -> Any:
+    """Leave a BERT or a Llama one of its equal layers, for tests that compile it: another takes as long again."""
+    stack = model.encoder if hasattr(model, "encoder") else model.model
+    name = "layer" if hasattr(stack, "layer") else "layers"
+    setattr(stack, name, getattr(stack, name)[:1])
+    model.config.num_hidden_layers = 1
+    return model
+
+
 def batch_of(name: str, *, padding: str = "none") -> dict[str, torch.Tensor]:
     """Make a batch of two samples; with padding on the "right" or "left" the second has 5 tokens less."""
     generator = torch.Generator().manual_seed(1)

@@ -16,7 +16,7 @@ from multihead.compat import torch_nn
 from multihead.errors import ArgumentError, ModelError
 from multihead.kernels import head_changes
 from multihead.tensors import tracing
-from tests.families import batch_of, family
+from tests.families import batch_of, family, of_one_layer
 from tests.interventions.changed_eager import changed_eager, scaled
 from tests.interventions.tiny_models import batch, double
 
@@ -114,7 +114,7 @@ def test_compiled_models_run_eagerly_inside_and_compiled_again_after() -> None:
 
 
 def test_a_compiled_hugging_face_model_runs_eagerly_inside() -> None:
-    model, inputs = family("llama"), batch_of("llama")
+    model, inputs = of_one_layer(family("llama")), batch_of("llama")
     with mh.use(model):
         with mh.ablate(model, "L0 H1"):
             expected = logits(model, inputs)

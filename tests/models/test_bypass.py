@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead.errors import ModelError
-from tests.families import LENGTH, batch_of, family
+from tests.families import LENGTH, batch_of, family, of_one_layer
 from tests.watched import eager
 from tools.families.detours import detour
 
@@ -101,7 +101,7 @@ class TestCompiled:
 
     def test_a_model_is_one_graph_and_stays_one(self) -> None:
         torch._dynamo.reset()
-        model, batch = family("llama"), batch_of("llama", padding="right")
+        model, batch = of_one_layer(family("llama")), batch_of("llama", padding="right")
         graphs: list[Any] = []
 
         def backend(graph: Any, _: Any) -> Any:

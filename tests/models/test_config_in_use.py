@@ -23,7 +23,7 @@ from multihead.errors import ModelError
 from multihead.models.config_in_use import configurations_of
 from multihead.models.coverage import first_base_using_interface
 from multihead.tensors.undo import Undo
-from tests.families import DECODER, PADDED, TEXT, batch_of, family
+from tests.families import DECODER, PADDED, TEXT, batch_of, family, of_one_layer
 
 VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 VISION |= {"image_size": 8, "patch_size": 4}
@@ -265,9 +265,7 @@ class TestModelsOfOneConfiguration:
 def test_a_compiled_model_is_compiled_once_for_all_uses() -> None:
     from torch._dynamo.testing import CompileCounter
 
-    model, batch, counter = family("llama"), batch_of("llama"), CompileCounter()
-    del model.model.layers[1:]
-    model.config.num_hidden_layers = 1
+    model, batch, counter = of_one_layer(family("llama")), batch_of("llama"), CompileCounter()
     compiled: Any = torch.compile(model, fullgraph=True, backend=counter)
     with torch.no_grad():
         expected = compiled(**batch).logits

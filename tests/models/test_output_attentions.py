@@ -20,7 +20,7 @@ import multihead as mh
 from multihead.errors import ArgumentError
 from multihead.models import output_attentions
 from multihead.models.output_attentions import LazyWeights
-from tests.families import CALLS, FAMILIES, LENGTH, VOCABULARY, batch_of, family
+from tests.families import CALLS, FAMILIES, LENGTH, VOCABULARY, batch_of, family, of_one_layer
 from tests.watched import eager, eager_weights
 
 mh.use()
@@ -169,8 +169,8 @@ def test_a_model_that_collects_them_itself_returns_them() -> None:
 
 def test_a_compiled_model_returns_them() -> None:
     torch._dynamo.reset()
-    model, batch = used("llama"), batch_of("llama")
-    expected = eager(family("llama"), batch).attentions
+    model, batch = of_one_layer(used("llama")), batch_of("llama")
+    expected = eager(of_one_layer(family("llama")), batch).attentions
     with torch.no_grad():
         model(**batch, output_attentions=True)  # transformers adds its hooks here, outside of the graph
         found = torch.compile(model, backend="aot_eager", fullgraph=True)(**batch, output_attentions=True)

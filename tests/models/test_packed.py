@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -123,17 +124,23 @@ def states_of(output: Any) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("padding", PADDING)
-@pytest.mark.parametrize("name", MODELS)
 class TestEveryFamily:
-    @torch.no_grad()
-    def test_outputs_are_those_of_the_padded_batch(self, name: str, padding: str) -> None:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_outputs_and_gradients_of_all_parameters_are_those_of_the_padded_batch(
+        self, name: str, padding: str
+    ) -> None:
         dtype, tolerance = (torch.float32, 1e-5) if name in IN_FLOAT32 else (torch.float64, 1e-9)
         batch = batch_of(name, padding, labels=True)
         real = batch["attention_mask"].bool()
-        model, expected = eager(name, batch, dtype=dtype, output_hidden_states=True)
+        of_expected, expected = eager(name, batch, dtype=dtype, output_hidden_states=True)
+        expected.loss.backward()
+        model = model_of(name, dtype=dtype)
         rows = Rows(model)
-        with leave_out_padding(model), mh.strict():
+        # The gradient of T5's bias needs the reference kernel in float64; below, T5 has no gradient.
+        fast: AbstractContextManager[object] = nullcontext() if name == "t5" else mh.strict()
+        with leave_out_padding(model), fast:
             output = model(**batch, output_hidden_states=True)
+            output.loss.backward()
         runs_padded = padding == "holes" and name in BY_DISTANCE
         assert rows.sizes[0] == ((BATCH, LENGTH) if runs_padded else (1, int(real.sum())))
         assert_close(output.loss, expected.loss, tolerance)
@@ -144,23 +151,15 @@ class TestEveryFamily:
             assert runs_padded or not found[~real].any()
         at_tokens = real if output.logits.shape[:2] == real.shape else slice(None)
         assert_close(output.logits[at_tokens], expected.logits[at_tokens], tolerance)
-
-    def test_gradients_of_all_parameters_are_those_of_the_padded_batch(self, name: str, padding: str) -> None:
-        dtype, tolerance = (torch.float32, 2e-5) if name in IN_FLOAT32 else (torch.float64, 1e-9)
-        batch = batch_of(name, padding, labels=True)
-        expected, output = eager(name, batch, dtype=dtype)
-        output.loss.backward()
-        model = model_of(name, dtype=dtype)
-        with leave_out_padding(model):
-            model(**batch).loss.backward()
-        wanted = {key: parameter.grad for key, parameter in expected.named_parameters()}
-        assert any(grad is not None and grad.any() for grad in wanted.values())
+        gradients = {key: parameter.grad for key, parameter in of_expected.named_parameters()}
+        assert any(grad is not None and grad.any() for grad in gradients.values())
         for key, parameter in model.named_parameters():
-            if wanted[key] is None:
+            if gradients[key] is None:
                 assert parameter.grad is None, key
             else:
-                assert_close(parameter.grad, wanted[key], tolerance)
+                assert_close(parameter.grad, gradients[key], 2 * tolerance)
 
+    @pytest.mark.parametrize("name", [name for name in MODELS if name not in IN_FLOAT32])  # above, these are
     def test_float32_is_computed_by_the_native_kernel_within_rounding(self, name: str, padding: str) -> None:
         batch = batch_of(name, padding)
         with torch.no_grad():

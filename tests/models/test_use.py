@@ -15,7 +15,7 @@ import multihead as mh
 from multihead.errors import ArgumentError, ModelError, SlowPathError
 from multihead.models import huggingface
 from multihead.models.config_in_use import configurations_of
-from tests.families import DECODER, LENGTH, TEXT, batch_of, family
+from tests.families import DECODER, LENGTH, TEXT, batch_of, family, of_one_layer
 from tests.watched import eager
 
 NAMES = ("bert", "modernbert", "gpt2", "llama", "gemma2", "gpt_oss", "t5", "whisper")
@@ -26,15 +26,6 @@ def used(name: str) -> Any:
     """Make a tiny model that runs on our kernels."""
     model = family(name)
     model.set_attn_implementation("multihead")
-    return model
-
-
-def of_one_layer(model: Any) -> Any:
-    """Leave a model one of its equal layers: those after the first are compiled by the same code."""
-    stack = getattr(model, "encoder", None) or model.model
-    name = "layer" if hasattr(stack, "layer") else "layers"
-    setattr(stack, name, getattr(stack, name)[:1])
-    model.config.num_hidden_layers = 1
     return model
 
 
