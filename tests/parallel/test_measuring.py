@@ -46,12 +46,14 @@ def options(given: dict[str, Tensor], terms: str) -> dict[str, Any]:
     return {"sinks": given["sinks"], "softcap": 2.0, "bias": given["bias"]} if terms == "all" else {}
 
 
-def split(group: Any, rank: int, ranks: int, strategy: Any, layout: Any, dtype: torch.dtype) -> list[dict[Any, Tensor]]:
+def split(
+    group: Any, rank: int, layout: Any, strategy: Any, dtype: torch.dtype, todo: tuple[tuple[str, str], ...]
+) -> list[dict[Any, Tensor]]:
     """Return the statistics of a rank's tokens, and check that an observed call has the output of any other."""
     found = []
-    given, taken = cases.tensors(dtype), Layout(layout, ranks)
+    given, taken = cases.tensors(dtype), Layout(layout, 4)
     q, k, v = (taken.select_tokens_of_rank(given[name], rank, 2) for name in "qkv")
-    for mask, terms in CASES:
+    for mask, terms in todo:
         heard, call = Heard(), {"mask": cases.MASKS[mask](), **options(given, terms)}
         with context_parallel(group, strategy=strategy, layout=layout):
             alone = mh.attention(q, k, v, **call)
@@ -62,11 +64,11 @@ def split(group: Any, rank: int, ranks: int, strategy: Any, layout: Any, dtype: 
     return found
 
 
-def whole(dtype: torch.dtype) -> list[dict[str, Tensor]]:
+def whole(dtype: torch.dtype, todo: tuple[tuple[str, str], ...]) -> list[dict[str, Tensor]]:
     given = cases.tensors(dtype)
     return [
         mh.statistics(given["q"], given["k"], mask=cases.MASKS[mask](), probes=PROBES, **options(given, terms))
-        for mask, terms in CASES
+        for mask, terms in todo
     ]
 
 
@@ -83,10 +85,12 @@ def whole(dtype: torch.dtype) -> list[dict[str, Tensor]]:
     ],
 )
 def test_statistics_are_those_of_one_process(four: Processes, strategy: str, layout: str, dtype: torch.dtype) -> None:
-    expected = whole(dtype)
+    # A mask meets the order of the tokens in a ring; others see all keys of their queries, whatever the mask is.
+    todo = CASES if strategy == "ring" else CASES[::2]
+    expected = whole(dtype, todo)
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
-    of_ranks = four.results(split, 4, strategy, layout, dtype)
-    for case, found, statistics in zip(CASES, zip(*of_ranks, strict=True), expected, strict=True):
+    of_ranks = four.results(split, layout, strategy, dtype, todo)
+    for case, found, statistics in zip(todo, zip(*of_ranks, strict=True), expected, strict=True):
         parts = {part: Layout(layout, 4).join_tokens_of_ranks([each[part] for each in found], 2) for part in found[0]}
         for probe in resolve_probes(PROBES):
             torch.testing.assert_close(
