@@ -12,8 +12,9 @@ from tests.drawing import DTYPES
 needs_native = pytest.mark.skipif(
     library.reason_of_absence() is not None, reason=f"no native kernel here: {library.reason_of_absence()}"
 )
-# Flex runs on CUDA alone; tests/kernels/test_flex.py tests what of it can be tested without.
-EACH = [pytest.param(name, marks=needs_native if name == "native" else ()) for name in KERNELS if name != "flex"]
+# These run on CUDA alone; tests/kernels/test_flex.py and test_ragged.py test what of them can be tested without.
+ON_CUDA = ("flex", "ragged")
+EACH = [pytest.param(name, marks=needs_native if name == "native" else ()) for name in KERNELS if name not in ON_CUDA]
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

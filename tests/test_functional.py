@@ -165,9 +165,10 @@ def test_an_explanation_names_the_kernel_its_skipped_share_and_its_memory() -> N
 @needs_native
 def test_an_explanation_says_why_a_faster_kernel_refused() -> None:
     lines = str(explain(Q.double(), K.double(), V.double(), softcap=5.0, dropout=0.1)).splitlines()
-    assert lines[:4] == [
+    assert lines[:5] == [
         "kernel   reference",
         "refused  native: it computes float32, bfloat16 and float16, and the tensors are float64",
+        "refused  ragged: it needs CUDA, and the tensors are on cpu",
         "refused  sdpa: PyTorch's fused kernels are called without dropout",
         "refused  flex: it needs CUDA, and the tensors are on cpu",
     ]

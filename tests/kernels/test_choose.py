@@ -46,7 +46,10 @@ BOUNDS = key_bounds(request_of(Q, Q, Q).mask, queries=4, keys=4)
 def test_the_fastest_that_does_not_refuse_is_chosen() -> None:
     choice = choose_kernel(request_of(Q, Q, Q, softcap=2.0), BOUNDS)
     assert (choice.name, choice.refusals) == ("native", {})
-    not_double = {"native": "it computes float32, bfloat16 and float16, and the tensors are float64"}
+    not_double = {
+        "native": "it computes float32, bfloat16 and float16, and the tensors are float64",
+        "ragged": "it needs CUDA, and the tensors are on cpu",
+    }
     choice = choose_kernel(request_of(DOUBLE, DOUBLE, DOUBLE), BOUNDS)
     assert (choice.name, choice.refusals) == ("sdpa", not_double)
     choice = choose_kernel(request_of(DOUBLE, DOUBLE, DOUBLE, softcap=2.0), BOUNDS)
@@ -78,7 +81,9 @@ def test_a_kernel_that_refuses_is_not_replaced_in_silence() -> None:
 def test_an_unknown_kernel_is_refused_with_those_there_are() -> None:
     with pytest.raises(ArgumentError) as refusal:
         choose_kernel(request_of(Q, Q, Q), BOUNDS, kernel="fast")
-    assert str(refusal.value) == "There is no kernel 'fast'. Give one of native, sdpa, flex, reference, or None."
+    assert (
+        str(refusal.value) == "There is no kernel 'fast'. Give one of native, ragged, sdpa, flex, reference, or None."
+    )
 
 
 def equal_requests(**options: Any) -> tuple[AttentionRequest, AttentionRequest]:

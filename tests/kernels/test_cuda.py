@@ -28,11 +28,16 @@ def drawn(queries: int, keys: int, *, dim: int, dtype: torch.dtype, heads: int =
 
 
 @pytest.mark.parametrize("call", contract.CALLS, ids=str)
-@pytest.mark.parametrize("kernel", ["flex", "sdpa"])
+@pytest.mark.parametrize("kernel", ["flex", "sdpa", "ragged"])
 def test_every_kernel_passes_the_contract(kernel: str, call: contract.Call) -> None:
-    """PyTorch's fused kernels take full and causal attention, and flex_attention all."""
-    fused = call.name in ("full", "causal", "one query", "grouped heads", "sinks")
-    assert contract.accepts(kernel, call, CUDA) == (kernel == "flex" or fused)
+    """PyTorch's fused kernels take full and causal attention, FlashAttention sequences, and flex_attention all."""
+    sequences = call.name in ("window", "documents", "lengths", "queries without keys", "NaN in padding")
+    taken = {
+        "flex": True,
+        "sdpa": call.name in ("full", "causal", "one query", "grouped heads", "sinks"),
+        "ragged": sequences and call.dtype != torch.float32 and call.head_dim % 8 == 0,
+    }
+    assert contract.accepts(kernel, call, CUDA) == taken[kernel]
     if contract.accepts(kernel, call, CUDA):
         contract.check(kernel, call, CUDA)
 

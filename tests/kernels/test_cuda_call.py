@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import multihead as mh
-from multihead import functional, masks
+from multihead import MultiHeadAttention, functional, masks
 from multihead.errors import ArgumentError, DtypeError, ShapeError, SlowPathWarning
 from multihead.kernels import cuda_call, fused_on_cuda
 from multihead.kernels.fused_on_cuda import CUDNN, EFFICIENT, FLASH, FusedCall
@@ -364,7 +364,7 @@ def test_a_second_derivative_is_the_reference_kernels_and_with_dropout_an_error(
 
 @pytest.mark.usefixtures("gpu")
 def test_the_layer_gives_what_it_gives_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = mh.MultiHeadAttention(64, 4, num_kv_heads=2).eval()
+    layer = MultiHeadAttention(64, 4, num_kv_heads=2).eval()
     x = torch.randn(2, 9, 64)
     with torch.no_grad():
         expected = layer(x, mask=masks.Causal())

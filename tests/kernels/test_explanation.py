@@ -59,6 +59,7 @@ def test_a_transform_is_explained_from_within() -> None:
     assert told[0].refusals == {
         "native": "it reads memory, and the tensors of a torch.func transform have none",
         "sdpa": "it reads tensor values, which is impossible in a graph or a transform of torch.func",
+        "ragged": "it needs CUDA, and the tensors are on cpu",
         "flex": "it needs CUDA, and the tensors are on cpu",
     }
 

@@ -20,7 +20,8 @@ def test_what_no_fast_kernel_takes_is_refused_with_their_reasons() -> None:
         mh.attention(Q, Q, Q, softcap=2.0)
     assert str(refusal.value) == (
         "The reference kernel would run, which holds queries x keys: native: it computes float32, bfloat16 and "
-        "float16, and the tensors are float64; sdpa: PyTorch's fused kernels have no softcap; "
+        "float16, and the tensors are float64; ragged: it needs CUDA, and the tensors are on cpu; "
+        "sdpa: PyTorch's fused kernels have no softcap; "
         "flex: it needs CUDA, and the tensors are on cpu. "
         "Change what a faster kernel refuses, or leave mh.strict()."
     )

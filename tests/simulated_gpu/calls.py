@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
+from multihead.kernels.proven import UNPROVEN_VARIABLE
+from multihead.models.mask_functions import padding_mask
 from tests.simulated_gpu.device import OnGpu, count, count_frames, simulated_gpu, to_gpu
 
 FILE = Path(__file__).with_name("counts.json")
@@ -58,6 +62,26 @@ def attention_calls() -> dict[str, Callable[[], object]]:
         "dropout": lambda: mh.attention(q, q, q, mask=causal, dropout=0.1),
         "float32, causal": lambda: mh.attention(single, single, single, mask=causal),
         "float32, causal, grouped heads": lambda: mh.attention(single, single_grouped, single_grouped, mask=causal),
+    }
+
+
+def ragged_calls() -> dict[str, Callable[[], object]]:
+    """Calls of the kernel `ragged`: tokens before heads, as a projection gives them; "cache": k and v as one holds."""
+    q, k = (drawn(2, 256, 4, 64).transpose(1, 2) for _ in range(2))
+    row, held = drawn(1, 512, 4, 64).transpose(1, 2), drawn(2, 4, 256, 64)
+    causal, lengths = masks.Causal(), masks.Lengths((256, 100))
+    documents, window = masks.Documents((100, 100, 56)) & causal, causal & masks.Window(64)
+    packed, right = masks.Documents((200, 312)) & causal, lengths & causal
+    left = padding_mask(to_gpu(torch.arange(256) >= torch.tensor([[0], [50]]))) & causal
+    return {
+        "lengths": lambda: mh.attention(q, k, k, mask=lengths),
+        "documents": lambda: mh.attention(q, k, k, mask=documents),
+        "packed row": lambda: mh.attention(row, row, row, mask=packed),
+        "window": lambda: mh.attention(q, k, k, mask=window),
+        "padding on the left, causal": lambda: mh.attention(q, k, k, mask=left),
+        "padding on the left, causal, cache": lambda: mh.attention(q, held, held, mask=left),
+        "padding on the right, causal": lambda: mh.attention(q, k, k, mask=right),
+        "lengths, with the logsumexp": lambda: mh.attention_with_logsumexp(q, k, k, mask=lengths),
     }
 
 
@@ -109,6 +133,11 @@ def used(model: Any, ids: Tensor, padding: Tensor | None) -> Callable[[], object
     return lambda: model(ids, attention_mask=padding, use_cache=False)
 
 
+def used_with_cache(model: Any, ids: Tensor, padding: Tensor | None) -> Callable[[], object]:
+    mh.use(model)
+    return lambda: model(ids, attention_mask=padding)
+
+
 def observed(model: Any, ids: Tensor, padding: Tensor | None) -> Callable[[], object]:
     def call() -> None:
         with mh.observe(model, keep="statistics"):
@@ -117,22 +146,33 @@ def observed(model: Any, ids: Tensor, padding: Tensor | None) -> Callable[[], ob
     return call
 
 
-def layer_calls() -> dict[str, tuple[Callable[..., Callable[[], object]], int, bool]]:
-    """Name -> what runs the model, its samples, and whether they are padded."""
+def layer_calls() -> dict[str, tuple[Callable[..., Callable[[], object]], int, str | None]]:
+    """Name -> what runs the model, its samples, and on which side they are padded."""
     return {
-        "a layer used": (used, 2, False),
-        "a layer used, padded": (used, 2, True),
-        "a layer observed, 1 sample": (observed, 1, False),
-        "a layer observed, 8 samples": (observed, 8, False),
+        "a layer used": (used, 2, None),
+        "a layer used, padded": (used, 2, "right"),
+        "a layer used, padded on the left": (used, 2, "left"),
+        "a layer used, with a cache": (used_with_cache, 2, None),
+        "a layer observed, 1 sample": (observed, 1, None),
+        "a layer observed, 8 samples": (observed, 8, None),
     }
 
 
-def count_layer(make: Callable[..., Callable[[], object]], samples: int, padded: bool) -> dict[str, int]:
+def ragged_layer_calls() -> dict[str, tuple[Callable[..., Callable[[], object]], int, str | None]]:
+    """Return layers with the kernel `ragged`, as `layer_calls` does."""
+    return {
+        "a layer used, padded on the left": (used, 2, "left"),
+        "a layer used, padded on the left, with a cache": (used_with_cache, 2, "left"),
+        "a layer used, padded": (used, 2, "right"),
+    }
+
+
+def count_layer(make: Callable[..., Callable[[], object]], samples: int, side: str | None) -> dict[str, int]:
     """Return what one layer takes: the difference of two models, divided by their difference in layers."""
     ids = to_gpu(torch.randint(0, 100, (samples, 60), generator=torch.Generator().manual_seed(0)))
     padding = torch.ones(samples, 60, dtype=torch.int64)
-    padding[-1, 40:] = 0
-    few, many = (count(make(llama(layers), ids, to_gpu(padding) if padded else None)) for layers in LAYERS)
+    padding[-1, slice(40, None) if side == "right" else slice(20)] = 0
+    few, many = (count(make(llama(layers), ids, None if side is None else to_gpu(padding))) for layers in LAYERS)
     return {name: (many[name] - few[name]) // (LAYERS[1] - LAYERS[0]) for name in few}
 
 
@@ -149,8 +189,13 @@ def measure_all() -> dict[str, dict[str, int]]:
             found[name] = {**count(call), "frames": count_frames(call)}
         for name, call in statistics_calls().items():
             found[name] = count(call)
-        for name, (make, samples, padded) in layer_calls().items():
-            found[name] = count_layer(make, samples, padded)
+        for name, (make, samples, side) in layer_calls().items():
+            found[name] = count_layer(make, samples, side)
+        with mock.patch.dict(os.environ, {UNPROVEN_VARIABLE: "ragged"}):
+            for name, call in ragged_calls().items():
+                found[f"ragged: {name}"] = {**count(call), "frames": count_frames(call)}
+            for name, (make, samples, side) in ragged_layer_calls().items():
+                found[f"ragged: {name}"] = count_layer(make, samples, side)
     return found
 
 
@@ -171,7 +216,7 @@ def main() -> None:
     with simulated_gpu():
         found = measure_all()
     for name, counts in found.items():
-        print(f"{name:38}", ", ".join(f"{kind} {number}" for kind, number in counts.items()))  # noqa: T201
+        print(f"{name:56}", ", ".join(f"{kind} {number}" for kind, number in counts.items()))  # noqa: T201
     if "--write" in sys.argv[1:]:
         rows = [f'  "{name}": {json.dumps(counts)}' for name, counts in found.items()]
         versions = f' "torch": "{torch.__version__.split("+")[0]}",\n "python": "{sys.version.split()[0]}",'

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import multihead
-from multihead.kernels import choose, flex, fused_on_cuda
+from multihead.kernels import choose, flex, fused_on_cuda, ragged
 from multihead.kernels.plan import bounds
 from multihead.tensors import tracing
 from tests.simulated_gpu import operators
@@ -286,6 +286,8 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
         yield mock.patch.object(module, "BOUNDS_CACHE", plans)
     for module, name in ((bounds, "_BOUNDS_OF_TENSORS"), (flex, "_DENSE_BLOCK_MASKS")):
         yield mock.patch.object(module, name, bounds.PlanCache(bounds.CACHE_BYTES, bounds.MOST_MASKS_WITH_TENSORS))
+    for name in ("_TABLES", "_TABLES_OF_EQUAL_MASKS"):
+        yield mock.patch.object(ragged, name, {})
     # Where the library asks for a plain tensor, a tensor of the simulated GPU is one.
     for module in _modules_that_ask_for_plain_tensors():
         yield mock.patch.object(module, "type", _type, create=True)

@@ -122,34 +122,41 @@ def fused_backward(
 
 
 def ragged(
-    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, is_causal: bool = False,
-    scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
-    seqused_k: Tensor | None = None, **_: Any,
+    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, window_size_left: int | None = None,
+    window_size_right: int | None = None, seqused_k: Tensor | None = None, **_: Any,
 ) -> Any:  # fmt: skip
+    # aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd: memory of tokens outside of all
+    # sequences is allocated and not written.
     _check_layout(query, key, value)
-    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    logsumexp = torch.full((query.shape[1], query.shape[0]), torch.inf)
+    output = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
+    logsumexp = torch.full((query.shape[1], query.shape[0]), torch.nan)
+    seed = _new_seed(dropout_p)
     for rows, columns in _sequences(cum_seq_q, cum_seq_k, seqused_k):
+        assert rows.stop - rows.start <= max_q
+        assert columns.stop - columns.start <= max_k
         q, k, v = (each.transpose(0, 1)[None] for each in (query[rows], key[columns], value[columns]))
         hidden = _end_aligned(q, k, is_causal, window_size_left, window_size_right)
-        part, of_part = _attend(q, k, v, hidden, scale)
+        part, of_part = _attend(q, k, v, hidden, scale, dropout_p, seed)
         output[rows] = part[0].transpose(0, 1)
         logsumexp[:, rows] = _without_numbers_as_inf(of_part[0])
-    seed = torch.zeros(2, dtype=torch.int64)
-    return output, logsumexp, seed, seed[0], output[:0]
+    return output, logsumexp, seed, seed[:0], output[:0]
 
 
 def ragged_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor,
-    cum_seq_k: Tensor, is_causal: bool = False, scale: float | None = None, window_size_left: int | None = None,
-    window_size_right: int | None = None, **_: Any,
+    cum_seq_k: Tensor, rng_state: Tensor, dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None, **_: Any,
 ) -> Any:  # fmt: skip
-    grads = tuple(torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (query, key, value))
+    # flash_api.cpp, mha_varlen_bwd: gradients of tokens outside of all sequences are allocated and not written; those
+    # of keys without queries, and of queries without keys, are written as 0.
+    given = (query, key, value)
+    grads = tuple(torch.full_like(each, torch.nan, memory_format=torch.contiguous_format) for each in given)
     for rows, columns in _sequences(cum_seq_q, cum_seq_k, None):
         mine, theirs = (grad_out[rows], query[rows], out[rows]), (key[columns], value[columns])
         grad, q, o, k, v = (each.transpose(0, 1)[None] for each in (*mine, *theirs))
         hidden = _end_aligned(q, k, is_causal, window_size_left, window_size_right)
-        parts = _gradients(grad, q, k, v, o, logsumexp[None, :, rows], hidden, scale)
+        parts = _gradients(grad, q, k, v, o, logsumexp[None, :, rows], hidden, scale, dropout_p, rng_state)
         for whole, place, part in zip(grads, (rows, columns, columns), parts, strict=True):
             whole[place] = part[0].transpose(0, 1)
     return grads

@@ -63,13 +63,13 @@ def test_a_gpu_that_computes_something_else_gives_other_answers(monkeypatch: pyt
     assert {name for name, answer in found.items() if answer is False} >= {"Q1", "Q2", "Q4", "Q6"}
 
 
-def test_both_kernels_pass_the_contract_forward_and_a_kernel_that_waits_does_not(
+def test_the_kernels_pass_the_contract_forward_and_one_that_waits_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert contract.kernels_on(CUDA) == ("sdpa", "flex")
-    for name in ("causal", "lengths", "relative bias", "NaN in padding"):
+    assert contract.kernels_on(CUDA) == ("ragged", "sdpa", "flex")
+    for name in ("causal", "lengths", "documents", "relative bias", "queries without keys", "NaN in padding"):
         call = replace(next(call for call in contract.CALLS if call.name == name), trains=False)
-        for kernel in ("sdpa", "flex"):
+        for kernel in ("ragged", "sdpa", "flex"):
             if contract.accepts(kernel, call, CUDA):
                 assert contract.check(kernel, call, CUDA) < 1
     attend = contract.KERNELS["sdpa"].attend

@@ -27,6 +27,7 @@ from multihead.kernels import (
     flex,
     flops,  # noqa: F401 - the import registers the operator's FLOP formulas
     fused_on_cuda,
+    ragged,
     reference,
     sdpa,
 )
@@ -84,6 +85,7 @@ class Kernel(Protocol):
 # Name -> module of the kernel; the fastest kernel comes first.
 KERNELS: dict[str, Kernel] = {
     "native": cast(Kernel, native_kernel),
+    "ragged": cast(Kernel, ragged),
     "sdpa": cast(Kernel, sdpa),
     "flex": cast(Kernel, flex),
     "reference": cast(Kernel, reference),
@@ -267,11 +269,12 @@ def choose_kernel(request: AttentionRequest, bounds: KeyBounds, *, kernel: str |
         raise ArgumentError(f"There is no kernel {kernel!r}.", f"Give one of {', '.join(KERNELS)}, or None.")
     refusals: dict[str, str] = {}
     for name in KERNELS if kernel is None else (kernel,):
-        reason = KERNELS[name].refusal(request, bounds)
+        reason, path = None, KERNELS[name].GPU_PATH
+        if kernel is None and path is not None and request.shape.device.type == "cuda" and not path.in_use_before_rows:
+            reason = reason_to_wait(path)
+        if reason is None:
+            reason = KERNELS[name].refusal(request, bounds)
         measured = kernel is None and not torch.compiler.is_compiling() and request.scales is None
-        if reason is None and kernel is None and request.shape.device.type == "cuda":
-            path = KERNELS[name].GPU_PATH
-            reason = None if path is None or path.in_use_before_rows else reason_to_wait(path)
         if reason is None and name == "native" and measured:
             reason = reason_native_is_slower(request, bounds, library.chosen_instruction_set().name)
         if reason is None:

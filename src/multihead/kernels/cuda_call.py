@@ -3,25 +3,29 @@
 `kernels/native/short_call.py` asks it about calls on CUDA. It decides from numbers of Python and from dtypes, so no
 call waits for a value of the device. A call is taken if its mask shows every query all keys, or all keys up to its own,
 or if it has one query, which sees one interval of keys. Which kernel of PyTorch computes it, `fused_on_cuda.choose`
-asks PyTorch. The planned way, `kernels/sdpa.py`, computes these calls by the same functions.
+asks PyTorch. Other masks of sequences and a band go to `ragged.py`, once that is proven or asked for. The planned way,
+the kernels `sdpa` and `ragged`, computes these calls by the same functions.
 
 While torch.compile makes a graph, such a call becomes PyTorch's `scaled_dot_product_attention` in the graph.
 """
 
 from __future__ import annotations
 
+import os
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from multihead.kernels import fused_on_cuda, head_changes, sequence_split
+from multihead.kernels import fused_on_cuda, head_changes, ragged, sequence_split
 from multihead.kernels.call import AttentionArguments, Surroundings
 from multihead.kernels.choose import KERNELS
 from multihead.kernels.dense_tile import without_autocast
 from multihead.kernels.fused import has_supported_layout, with_supported_layout
 from multihead.kernels.native import kernel as native_kernel
+from multihead.kernels.proven import UNPROVEN_VARIABLE, reason_to_wait
 from multihead.tensors.shapes import MAX_POSITION
 from multihead.tensors.tracing import constant_in_graphs, is_exporting
 
@@ -36,10 +40,9 @@ def attend(
         queries).
     """
     mask, bias, softcap, sinks, scale, dropout, query_start = arguments
-    band = getattr(mask, "band", None)  # `mask` is unchecked, so it may be any object
+    sequences = getattr(mask, "sequences", None)  # `mask` is unchecked, so it may be any object
     if (
-        band is None
-        or band.lengths is not None
+        sequences is None
         or bias is not None
         or sinks is not None
         or softcap is not None
@@ -48,6 +51,8 @@ def attend(
         or sequence_split.active_split is not None
         or type(dropout) is not float
         or not 0 <= dropout < 1
+        or not (scale is None or (type(scale) is float and scale > 0))
+        or not (query_start is None or (type(query_start) is int and 0 <= query_start <= MAX_POSITION))
         or not type(q) is type(k) is type(v) is Tensor
         or not (k.is_cuda and v.is_cuda)
         or not (q.dtype is k.dtype is v.dtype and q.dtype in fused_on_cuda.DTYPES)
@@ -65,19 +70,16 @@ def attend(
         or head_dim % fused_on_cuda.HEAD_DIM_MULTIPLE
     ):
         return None
-    if scale is None:
-        scale = head_dim**-0.5
-    elif type(scale) is not float or not scale > 0:
+    _, _, documents, before, after = sequences
+    if query_start is None and queries != keys and (before >= 0 or after >= 0 or documents is not None):
         return None
-    if query_start is None:
-        if queries != keys and (band.keys_before >= 0 or band.keys_after >= 0):
-            return None
-        query_start = 0
-    elif type(query_start) is not int or not 0 <= query_start <= MAX_POSITION:
-        return None
-    seen = band.interval_of_queries(query_start, queries, keys)
+    first, scale = query_start or 0, head_dim**-0.5 if scale is None else scale
+    band = mask.band
+    seen = None if band is None else band.interval_of_queries(first, queries, keys)
     if seen is None:
-        return None
+        if around.intercepted or not _is_ragged_used(os.environ.get(UNPROVEN_VARIABLE)):
+            return None
+        return ragged.attend_unplanned(q, k, v, mask, first, scale, dropout, logsumexp=logsumexp)
     start, stop, causal = seen
     if stop - start != keys:
         k, v = k[:, :, start:stop], v[:, :, start:stop]
@@ -87,6 +89,12 @@ def attend(
         q, k, v = with_supported_layout(q), with_supported_layout(k), with_supported_layout(v)
     call = fused_on_cuda.choose(q, k, v, causal=causal, dropout=dropout, scale=scale)
     return None if call is None else fused_on_cuda.attend(q, k, v, call, logsumexp=logsumexp)
+
+
+@cache
+def _is_ragged_used(asked: str | None) -> bool:
+    """Whether the kernel `ragged` runs, given the value of the environment variable that asks for unproven kernels."""
+    return reason_to_wait(ragged.GPU_PATH) is None
 
 
 def _attend_in_graph(

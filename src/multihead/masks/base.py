@@ -111,6 +111,27 @@ class Band(NamedTuple):
         return (0, queries, True) if after == first == 0 and queries <= keys else None
 
 
+class Sequences(NamedTuple):
+    """A mask as sequences of consecutive keys, and a band in each: what a kernel for sequences needs to know.
+
+    At most one of the first three is not None; each is ints or an integer tensor on any device.
+
+    Attributes:
+        lengths: (batch,), how many first keys all queries see.
+        skipped: (batch,), how many first keys no query sees.
+        documents: (documents,) or (batch, documents), tokens of consecutive documents; a query sees the keys of its
+            own, and none after the last.
+        keys_before: how many keys before its own position a query sees at most; -1 = all.
+        keys_after: how many keys after its own position a query sees at most; -1 = all.
+    """
+
+    lengths: Any = None
+    skipped: Any = None
+    documents: Any = None
+    keys_before: int = -1
+    keys_after: int = -1
+
+
 _PytreeContext: TypeAlias = "tuple[tuple[str, ...], tuple[tuple[str, object], ...]]"
 
 
@@ -171,6 +192,7 @@ class Mask:
     starts_at_first_key: ClassVar[bool] = False  # whether every query's interval starts at the first key
     has_key_axis: ClassVar[bool] = False  # whether the mask holds a tensor with a column per key
     band: ClassVar[Band | None] = None  # the mask as a band of keys around each query, if it is one
+    sequences: ClassVar[Sequences | None] = None  # the mask as sequences of keys and a band in them, if it is that
     lookback: ClassVar[int | None] = None  # maximum number of keys back that a query sees, its own included
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -189,6 +211,8 @@ class Mask:
         )
         if "band" not in cls.__dict__ and not cls.__dict__.keys().isdisjoint(("visible", "interval", "tile", "bounds")):
             cls.band = None  # a class that defines its own visibility does not inherit a band
+            if "sequences" not in cls.__dict__:
+                cls.sequences = None
 
     # ---- methods that subclasses define
 
@@ -514,6 +538,18 @@ class And(_CombinedMask):
             return None
         before, after = (min((n for n in side if n >= 0), default=-1) for side in list(zip(*known, strict=True))[1:])
         return Band(lengths[0] if lengths else None, before, after)
+
+    @cached_property
+    def sequences(self) -> Sequences | None:  # type: ignore[override]
+        found = Sequences()
+        for part in self.parts:
+            other = part.sequences
+            if other is None or (found[:3] != (None,) * 3 and other[:3] != (None,) * 3):
+                return None
+            kinds = found[:3] if other[:3] == (None,) * 3 else other[:3]
+            limits = zip(found[3:], other[3:], strict=True)
+            found = Sequences(*kinds, *(max(pair) if min(pair) < 0 else min(pair) for pair in limits))
+        return found
 
     def without_documents(self) -> Mask:
         return self._combine_parts(part.without_documents() for part in self.parts)

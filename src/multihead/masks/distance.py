@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors.arguments import check_integer
-from multihead.masks.base import Band, Mask
+from multihead.masks.base import Band, Mask, Sequences
 from multihead.tensors.shapes import MAX_POSITION
 
 
@@ -30,6 +30,7 @@ class Full(Mask):
     hides_nothing: ClassVar[bool] = True
     starts_at_first_key: ClassVar[bool] = True
     band: ClassVar[Band] = Band()
+    sequences: ClassVar[Sequences] = Sequences()
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         return torch.ones_like(queries, dtype=torch.bool) & torch.ones_like(keys, dtype=torch.bool)
@@ -58,6 +59,7 @@ class Causal(Mask):
     sees_no_later_key: ClassVar[bool] = True
     starts_at_first_key: ClassVar[bool] = True
     band: ClassVar[Band] = Band(keys_after=0)
+    sequences: ClassVar[Sequences] = Sequences(keys_after=0)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         return keys <= queries
@@ -115,6 +117,10 @@ class Window(Mask):
     def band(self) -> Band:  # type: ignore[override]
         before, after = self._keys_before_and_after
         return Band(keys_before=before, keys_after=after)
+
+    @cached_property
+    def sequences(self) -> Sequences:  # type: ignore[override]
+        return Sequences(keys_before=self.band.keys_before, keys_after=self.band.keys_after)
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         before, after = self._keys_before_and_after

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from multihead.masks.base import Mask, Shifted, row_of_sample
+from multihead.masks.base import Mask, Sequences, Shifted, row_of_sample
 from multihead.masks.counts import CountsMask, IntTuples, check_counts, counts_as_tensor, device_of_counts
 from multihead.masks.distance import Full
 from multihead.masks.positions import SampleSpan
@@ -42,6 +43,10 @@ class Documents(CountsMask):
     lengths: IntTuples | Tensor
     counts = property(lambda mask: mask.lengths)
     holds_documents: ClassVar[bool] = True
+
+    @cached_property
+    def sequences(self) -> Sequences:  # type: ignore[override]
+        return Sequences(documents=self.lengths)
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
         counts = check_counts(lengths, "Documents", "(documents,) or (batch, documents)", ragged=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multihead.errors import MaskError
 from multihead.errors.arguments import check_integer
-from multihead.masks.base import Band, row_of_sample
+from multihead.masks.base import Band, Sequences, row_of_sample
 from multihead.masks.counts import (
     CountsMask,
     IntTuples,
@@ -75,6 +75,10 @@ class Lengths(_FirstKeysMask):
         lengths = counts_as_tensor(self.lengths, "cpu") if isinstance(self.lengths, tuple) else self.lengths
         plain = type(lengths) is Tensor and lengths.is_cpu and lengths.dtype == torch.int64 and lengths.dim() == 1
         return Band(lengths) if plain else None
+
+    @cached_property
+    def sequences(self) -> Sequences | None:  # type: ignore[override]
+        return Sequences(lengths=self.lengths) if len(shape_of_counts(self.lengths)) == 1 else None
 
     def check_fits(self, size: CallSize) -> None:
         super().check_fits(size)

@@ -21,6 +21,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.kernels import sequence_split
 from multihead.masks import Causal, Documents, Full, Keep, Lengths, Mask, Window
+from multihead.masks.base import Sequences
 from multihead.masks.positions import TilePositions
 from multihead.tensors.shapes import MAX_POSITION
 
@@ -186,7 +187,10 @@ def padding_mask(padding: Tensor) -> Mask:
         return Full()
     if bool((padding[:, 1:] <= padding[:, :-1]).all()):
         return Lengths(padding.sum(-1))  # padding on the right: lengths suffice
-    return Keep(padding, "batch keys")
+    mask = Keep(padding, "batch keys")
+    if padding.is_cuda and bool((padding[:, 1:] >= padding[:, :-1]).all()):  # padding on the left
+        object.__setattr__(mask, "sequences", Sequences(skipped=padding.shape[1] - padding.sum(-1)))
+    return mask
 
 
 def padding_of_keys(attention_mask: Tensor, extent: MaskExtent) -> Tensor:
