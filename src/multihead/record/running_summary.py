@@ -472,8 +472,8 @@ def _no_moments(rows: int, device: torch.device | None = None) -> Moments:
 
 
 def _as_float(values: Tensor) -> Tensor:
-    """Return values as float64 if they are, or are integers, else as float32."""
-    return values.double() if values.dtype == torch.float64 or not values.is_floating_point() else values.float()
+    """Return values as float64 if they are, else as float32, which the native library takes."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def empty_histograms(rows: int) -> Tensor:
