@@ -97,9 +97,10 @@ class DenseSample:
 
     def measured(self) -> dict[str, MeasuredStatistic]:
         rows = TextRows.of_text(self.positions, self.num_keys, self.text.ids)
-        return MeasuredRows(rows, self.sees, self.statistics_per_query()).statistics
+        return MeasuredRows(rows, self.sees, self.per_query).statistics
 
-    def statistics_per_query(self) -> dict[str, Tensor]:
+    @property
+    def per_query(self) -> dict[str, Tensor]:
         return {name: each for name, each in self.statistics.items() if name != "received"}
 
     def weights(self, head: int | None = None, *, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:

@@ -20,22 +20,26 @@ EARLIER = [name for name in mh.probes.DEFAULT if name not in (NEAR_MASS.name, SE
 
 
 class Reader(nn.Module):
-    """Heads whose weights fall with the distance."""
+    """Heads whose weights fall with the distance from a place."""
 
-    def __init__(self) -> None:
+    def __init__(self, slope: float, centre: float) -> None:
         super().__init__()
+        self.slope, self.centre = slope, centre
         self.embed = nn.Embedding(10, 16)
         self.layer = mh.MultiHeadAttention(16, 2)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        bias = RelativeBias(-0.5 * offsets(40, 40)[None].abs())
+        bias = RelativeBias(-self.slope * (offsets(40, 40)[None] - self.centre).abs())
         output: Tensor = self.layer(0.2 * self.embed(input_ids), mask=Causal(), bias=bias)
         return output
 
 
-def seen(probes: Any = None, first: int = 1, **options: Any) -> mh.Record:
+BETWEEN: Any = {"slope": 1.0, "centre": -0.5}  # around the token itself and the one before
+
+
+def seen(probes: Any = None, first: int = 1, slope: float = 0.5, centre: float = 0.0, **options: Any) -> mh.Record:
     torch.manual_seed(3)
-    model, ids = Reader().eval(), torch.randint(1, 9, (1, 40))
+    model, ids = Reader(slope, centre).eval(), torch.randint(1, 9, (1, 40))
     ids[0, 0], ids[0, 20], ids[0, 39] = first, SEPARATOR, SEPARATOR
     with torch.no_grad(), mh.observe(model, probes=probes, special_ids=(SEPARATOR,), **options) as record:
         model(input_ids=ids)
@@ -54,9 +58,17 @@ def test_with_q_and_k_both_are_computed(first: int) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def test_with_statistics_alone_what_is_near_is_unknown_and_not_a_bound() -> None:
-    (read,) = layer_profiles(seen(EARLIER, keep="statistics").layers)
-    assert (NEAR_MASS.name in read.evidence, SEPARATOR_MASS.name in read.evidence) == (False, True)
+def test_with_statistics_alone_a_bound_decides_which_heads_are_local_and_no_table_shows_it() -> None:
+    record, (today,) = seen(EARLIER, **BETWEEN, keep="statistics"), layer_profiles(seen(**BETWEEN).layers)
+    (read,) = layer_profiles(record.layers)
+    assert read.kinds == today.kinds == (("local",), ("local",))
+    values = seen(**BETWEEN).layers[0].samples[0].statistics
+    near = values["self_mass"].double() + values["previous_mass"].double() + values["next_mass"].double()
+    bound = near.maximum(1 - values["mean_distance"].double() / 4).mean(-1)
+    torch.testing.assert_close(read.evidence[NEAR_MASS.name].mean, bound)
+    assert bool((bound <= today.means[NEAR_MASS.name] + 1e-6).all())
+    assert NEAR_MASS.name not in {*read.means, *read.chance, *record.table().rows[0]}
+    assert SEPARATOR_MASS.name in read.means
 
 
 def test_statistics_that_were_chosen_stay_the_ones_chosen() -> None:

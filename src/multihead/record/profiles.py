@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.kinds import KINDS, MIXED, Kind
-from multihead.probes.catalogue import statistic
+from multihead.probes.catalogue import NEAR_MASS, statistic
 from multihead.probes.probe import Statistic
 from multihead.record import summaries
 from multihead.record.chance import (
@@ -22,7 +22,7 @@ from multihead.record.chance import (
     exceeds_chance,
     standard_error,
 )
-from multihead.record.earlier import add_later_statistics
+from multihead.record.earlier import add_later_statistics, has_bounds
 from multihead.record.notebook import CHANCE_SUFFIX
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
@@ -222,6 +222,8 @@ def profile_of_samples(
         for name in means
         if all(name in levels for _, levels in measured)
     }
+    if has_bounds(samples):
+        means.pop(NEAR_MASS.name, None)
     whole = LayerKinds.from_evidence(
         means,
         found,
