@@ -407,7 +407,7 @@ MUTANTS = (
            "MeasuredStatistic(values, counted, chance, counted & ~finite)",
            ("tests/record/test_summaries.py", "-k", "not_finite")),
     Mutant("hardware", "a kernel that has run on no card is a default", "kernels/choose.py",
-           "None if path is None or path.in_use_before_rows else reason_to_wait(path)", "None",
+           "reason = reason_to_wait(path)", "reason = None",
            ("tests/kernels/test_proven.py", "-k", "without_a_row")),
     Mutant("hardware", "a row holds for any state of the code", "kernels/proven.py",
            "(row.path, row.code) == (path.name, code)", "row.path == path.name",
