@@ -212,6 +212,7 @@ class RunningSummary:
     _open: list[OpenTexts] = field(default_factory=list)
     _ended: list[OpenTexts] = field(default_factory=list)  # open ones that no later call continues
     _pending: list[_PendingRows] = field(default_factory=list)  # what `add` received and is not added yet
+    _num_pending: int = 0  # number of their rows
     takes_batches: ClassVar[bool] = False
 
     @staticmethod
@@ -275,22 +276,24 @@ class RunningSummary:
             first: number in `texts` of the first text of the rows.
         """
         self._pending.append(_PendingRows(measured, texts, first))
-        if self.takes_batches or sum(len(each.measured.rows.positions) for each in self._pending) >= MIN_ADDED_ROWS:
+        self._num_pending += len(measured.rows.positions)
+        if self.takes_batches or self._num_pending >= MIN_ADDED_ROWS:
             self._add_pending()
 
     def _add_pending(self) -> None:
         """Add the rows that were kept, those with the same statistics together."""
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._num_pending = self._pending, [], 0
         alike: dict[object, list[_PendingRows]] = {}
         for each in pending:
             chance = [(name, len(level)) for name, level in each.measured.chance.items()]
             alike.setdefault((*each.measured.values, *chance), []).append(each)
         for group in alike.values():
             self._add_rows(MeasuredRows.concatenate([each.measured for each in group]), group)
-        for texts in self._ended:
-            self._open.remove(texts)
-            self._closed = _with_texts(self._closed, texts)
+        ended = [texts for texts in self._open if texts in self._ended]
+        self._open = [texts for texts in self._open if texts not in self._ended]
         self._ended.clear()
+        for texts in ended:
+            self._closed = _with_texts(self._closed, texts)
 
     def _add_rows(self, measured: MeasuredRows, group: Sequence[_PendingRows]) -> None:
         """Add the rows of some calls, which `measured` has one after another."""
