@@ -48,12 +48,12 @@ class Processes:
         An exception of a process is returned, and not raised.
         """
         for connection in self.connections[:ranks]:
-            _send(connection, (function, args, ranks))
+            send(connection, (function, args, ranks))
         found = []
         for connection in self.connections[:ranks]:
             if not connection.poll(PATIENCE):
                 raise TimeoutError(f"A process did not answer within {PATIENCE} seconds.")
-            found.append(_receive(connection))
+            found.append(receive(connection))
         return found
 
     def results(self, function: Callable[..., Any], *args: Any, ranks: int = 4) -> list[Any]:
@@ -99,22 +99,23 @@ def _serve(rank: int, connection: Connection, folder: str, timeout: float) -> No
     groups = {ranks: dist.new_group(list(range(ranks)), timeout=timedelta(seconds=timeout)) for ranks in (2, 4)}
     while True:
         try:
-            function, args, ranks = _receive(connection)
+            function, args, ranks = receive(connection)
         except EOFError:
             os._exit(0)
         try:
-            _send(connection, function(groups[ranks], rank, *args))
+            send(connection, function(groups[ranks], rank, *args))
         except Exception as error:  # noqa: BLE001 - the test decides what it means
             error.add_note(traceback.format_exc())
-            _send(connection, error)
+            send(connection, error)
 
 
-def _send(connection: Connection, each: Any) -> None:
+def send(connection: Connection, each: Any) -> None:
     """Send bytes: a connection would open a file of shared memory for every tensor."""
     written = io.BytesIO()
     torch.save(each, written)
     connection.send_bytes(written.getbuffer())
 
 
-def _receive(connection: Connection) -> Any:
+def receive(connection: Connection) -> Any:
+    """Return what `send` sent."""
     return torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)

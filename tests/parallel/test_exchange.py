@@ -26,7 +26,7 @@ from multihead.parallel.exchange import (
     slice_token_major,
 )
 from multihead.parallel.layout import Layout
-from tests.parallel.processes import Processes, processes
+from tests.parallel.processes import Processes, processes, receive, send
 
 
 def exchanged(group: Any, rank: int, layout: Layout) -> dict[str, Tensor]:
@@ -270,7 +270,7 @@ def one_rank_dies(group: Any, rank: int, strategy: Any) -> None:
 def test_a_rank_that_dies_ends_the_others(strategy: str) -> None:
     with processes(timeout=2) as started:
         for connection in started.connections:
-            connection.send((one_rank_dies, (strategy,), 4))
-        found = [connection.recv() for connection in started.connections[:3] if connection.poll(60)]
+            send(connection, (one_rank_dies, (strategy,), 4))
+        found = [receive(connection) for connection in started.connections[:3] if connection.poll(60)]
     assert [type(each) for each in found] == [RankError] * 3
     assert all("another rank stopped" in str(each) for each in found)
