@@ -17,7 +17,9 @@ import multihead as mh
 from multihead import MultiHeadAttention, functional, masks
 from multihead.errors import ArgumentError, DtypeError, ShapeError, SlowPathWarning
 from multihead.kernels import cuda_call, fused_on_cuda
+from multihead.kernels.call import listen
 from multihead.kernels.fused_on_cuda import CUDNN, EFFICIENT, FLASH, FusedCall
+from multihead.kernels.proven import UNPROVEN_VARIABLE
 from tests import oracle
 from tests.simulated_gpu import operators
 from tests.simulated_gpu.device import (
@@ -174,14 +176,40 @@ def test_the_kernels_that_the_user_allows_and_the_card_has_are_those_that_run(
 
 
 def test_a_plan_is_not_used_again_after_the_user_allows_other_kernels(gpu: Gpu) -> None:
-    there, sinks = to_gpu(drawn()), to_gpu(torch.randn(4))
+    """A call with a listener is planned, and its plan is kept."""
+    there = to_gpu(drawn())
+
+    class Heard:
+        requested_statistics: frozenset[str] = frozenset()
+
+        def receive(self, call: object) -> None:
+            pass
 
     def of() -> set[str]:
-        return set(launches(gpu, lambda: mh.attention(*there, bias=None, sinks=sinks)))
+        with listen(Heard()):
+            return set(launches(gpu, lambda: mh.attention(*there, mask=masks.Causal())))
 
     with sdpa_kernel(SDPBackend.MATH):
         assert "flex_attention" in of()
     assert FLASH_NAME in of()
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "lengths", "window"])
+def test_after_a_warm_up_a_call_can_be_captured_in_a_graph(
+    name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture forbids to wait for a value, and to copy from memory of the host."""
+    lengths = to_gpu(torch.tensor([9, 4]))
+    of_name = {"full": masks.Full(), "causal": masks.Causal(), "lengths": masks.Lengths(lengths)}
+    given, mask = to_gpu(drawn()), of_name.get(name, masks.Window(3))
+    for asked in ("", "ragged"):
+        monkeypatch.setenv(UNPROVEN_VARIABLE, asked)
+        expected = mh.attention(*given, mask=mask)
+        gpu.counts, graph = Counts(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = mh.attention(*given, mask=mask)
+        assert (gpu.counts.totals["reads"], gpu.counts.totals["copies"]) == (0, 0)
+        assert torch.equal(to_cpu(found), to_cpu(expected))
 
 
 @pytest.mark.usefixtures("gpu")
