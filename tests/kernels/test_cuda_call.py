@@ -175,6 +175,31 @@ def test_the_kernels_that_the_user_allows_and_the_card_has_are_those_that_run(
     assert (of(equal), of(to_gpu(drawn(HALF)))) == ({EFFICIENT_NAME}, flex)
 
 
+def test_what_an_activated_flash_attention_refuses_goes_to_the_memory_efficient_kernel(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash, given = operators.OPERATORS[FLASH_NAME], drawn(kv_heads=2)
+
+    def without_dropout(**options: Any) -> Any:
+        if options.get("dropout_p"):
+            raise RuntimeError("FA4 has no dropout.")
+        return flash(**options)
+
+    monkeypatch.setitem(operators.OPERATORS, FLASH_NAME, without_dropout)
+    there = to_gpu(given)
+    with pytest.raises(RuntimeError, match=r"^FA4 has no dropout\.$"):  # none is activated, so nothing is expected
+        mh.attention(*there, dropout=0.1)
+    monkeypatch.setattr(fused_on_cuda, "_current_implementation", lambda: "FA4")
+    for call in (mh.attention, mh.attention_with_logsumexp):
+        assert EFFICIENT_NAME in launches(gpu, partial(call, *there, dropout=0.1))
+    assert set(launches(gpu, lambda: mh.attention(*there))) == {FLASH_NAME}
+    assert off(mh.attention(*there), exact(given, masks.Full()).output) < TOLERANCE[HALF]
+    monkeypatch.setenv(UNPROVEN_VARIABLE, "ragged")
+    assert mh.explain(*there, mask=masks.Window(3)).refusals["ragged"] == (
+        "another FlashAttention than PyTorch's own is activated, and the sequences were read in PyTorch's source"
+    )
+
+
 def test_a_plan_is_not_used_again_after_the_user_allows_other_kernels(gpu: Gpu) -> None:
     """A call with a listener is planned, and its plan is kept."""
     there = to_gpu(drawn())

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -37,6 +38,7 @@ _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention  # noqa: SLF001
 _cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward  # noqa: SLF001
 _efficient = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001
 _efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward  # noqa: SLF001
+_current_implementation = getattr(torch.nn.attention, "current_flash_attention_impl", None)
 _grad_enabled, _autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
 
 
@@ -98,19 +100,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: FusedCall, *, logsumexp: bool)
     kernel, repeats, causal, dropout, scale = call
     if repeats > 1:
         k, v = repeat_heads(k, v, repeats)
-    if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        found = _DifferentiableCall.apply(q, k, v, call)  # type: ignore[no-untyped-call]
-    elif logsumexp or _autocast_enabled("cuda"):  # under autocast SDPA itself would round float32 to half precision
-        found = _forward(q, k, v, call)
-    else:
-        grouped = q.shape[1] != k.shape[1]
-        return (scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=scale, enable_gqa=grouped),)
+    try:
+        if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            found = _DifferentiableCall.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+        elif logsumexp or _autocast_enabled("cuda"):  # under autocast SDPA itself would round float32 to half precision
+            found = _forward(q, k, v, call)
+        else:
+            grouped = q.shape[1] != k.shape[1]
+            found = (scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=scale, enable_gqa=grouped),)
+    except RuntimeError as error:
+        if kernel != FLASH or isinstance(error, torch.OutOfMemoryError) or activated_flash_attention() is None:
+            raise
+        # An activated FlashAttention refuses what its card or version lacks, such as dropout. SDPA would choose it
+        # again, so the operator of the other kernel is called.
+        other = FusedCall(EFFICIENT, q.shape[1] // k.shape[1], causal, dropout, scale)
+        found = attend(q, k, v, other, logsumexp=True)
+        return found if logsumexp else found[:1]
     if not logsumexp:
         return found[:1]  # type: ignore[no-any-return]
     of_rows = found[1]
     if kernel == FLASH:  # its logsumexp of a row with a NaN is inf
         of_rows = of_rows.nan_to_num(torch.nan, torch.nan, -torch.inf)
     return found[0], of_rows
+
+
+def activated_flash_attention() -> str | None:
+    """Return the name of the FlashAttention that the user activated in the place of PyTorch's own, or None."""
+    return None if _current_implementation is None else _current_implementation()
 
 
 def repeat_heads(k: Tensor, v: Tensor, count: int) -> tuple[Tensor, Tensor]:

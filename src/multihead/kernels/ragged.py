@@ -119,6 +119,8 @@ def reason_against_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return why the operator does not compute tensors (batch, heads, length, head_dim), in one sentence, or None."""
     if _OTHER_SCHEMA is not None:
         return _OTHER_SCHEMA
+    if fused_on_cuda.activated_flash_attention() is not None:
+        return "another FlashAttention than PyTorch's own is activated, and the sequences were read in PyTorch's source"
     dim = q.shape[3]
     if q.dtype not in (torch.float16, torch.bfloat16) or v.shape[3] != dim or dim % 8 or dim > 256:
         return "FlashAttention needs half precision and heads of equal widths, a multiple of 8 and at most 256"
