@@ -631,6 +631,10 @@ class _CensusLayerSummary(RunningSummary):
         """The sums of all rows."""
         return self.census.sums.rows(self.row_of_head)
 
+    @property
+    def _sums_of_queries(self) -> StatisticSums:
+        return self.sums
+
     def _quantiles(self, sums: StatisticSums, rows: slice, share: float) -> Tensor:
         """Return the quantile below which a share of the values of each row lies, within 1 %: (rows,) float64."""
         found = [self.census.quantile_of_row(row, share) for row in self.row_of_head[rows]]

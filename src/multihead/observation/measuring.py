@@ -61,6 +61,11 @@ class StatisticsMeasurer:
         return {probe.name: probe for probe in self.probes if probe.name not in PROBES}
 
     @cached_property
+    def parts(self) -> frozenset[PartName]:
+        """The parts of all probes."""
+        return parts_of_probes(self.probes)
+
+    @cached_property
     def needs(self) -> frozenset[str]:
         """Names of the inputs that any of the probes needs besides q and k, such as "ids"."""
         return frozenset[str]().union(*(probe.needs for probe in self.probes))
@@ -171,7 +176,7 @@ class StatisticsMeasurer:
         if needs_ids and ids.key_ids(request) is None:
             return False
         sliceable = sample_spans.sliceable
-        return sliceable.any_part and all(map(sliceable.includes, parts_of_probes(self.probes)))
+        return sliceable.any_part and all(map(sliceable.includes, self.parts))
 
     def spread_evenly(self, call: AttentionCall) -> tuple[StatisticsMeasurer, AttentionCall]:
         """Return what measures chance levels, and the call with all scores 0, in one head unless heads' masks differ.

@@ -113,9 +113,10 @@ class StatisticSums(NamedTuple):
     maximum: Tensor
 
     @staticmethod
-    def empty(rows: int) -> StatisticSums:
+    def empty(rows: int, device: torch.device | None = None) -> StatisticSums:
         """Return the sums of `rows` rows without a query."""
-        return StatisticSums(*(torch.from_numpy(np.full(rows, value)) for value in SUMS_WITHOUT_QUERIES.values()))
+        found = (torch.from_numpy(np.full(rows, value)) for value in SUMS_WITHOUT_QUERIES.values())
+        return StatisticSums(*(column if device is None else column.to(device) for column in found))
 
     def merge(self, other: StatisticSums) -> StatisticSums:
         """Return the sums over the queries and texts of both, row by row; no text is in both."""
@@ -175,11 +176,11 @@ class OpenTexts:
         """Return the moments of the texts' means of value - chance."""
         return moments_of_units(self.excess / self.num_queries.clamp(min=1), self.num_queries > 0)
 
-    def grow(self, rows: int) -> None:
-        """Append rows without a query until there are `rows`."""
+    def grow(self, rows: int, device: torch.device) -> None:
+        """Append rows without a query until there are `rows`, on a device."""
         more = rows - len(self.excess)
         self.excess, self.num_queries = (
-            torch.nn.functional.pad(each, (0, 0, 0, more)) for each in (self.excess, self.num_queries)
+            torch.nn.functional.pad(each.to(device), (0, 0, 0, more)) for each in (self.excess, self.num_queries)
         )
 
 
@@ -213,6 +214,7 @@ class RunningSummary:
     _ended: list[OpenTexts] = field(default_factory=list)  # open ones that no later call continues
     _pending: list[_PendingRows] = field(default_factory=list)  # what `add` received and is not added yet
     _num_pending: int = 0  # number of their rows
+    _has_chance: bool = False  # whether a chance level was added
     takes_batches: ClassVar[bool] = False
 
     @staticmethod
@@ -247,9 +249,15 @@ class RunningSummary:
         """The sums of all rows over the queries and texts so far."""
         self._add_pending()
         found = self._closed
-        for texts in self._open:
+        for texts in self._open if self._has_chance else ():
             found = _with_texts(found, texts)
         return StatisticSums(*(column.cpu() for column in found))
+
+    @property
+    def _sums_of_queries(self) -> StatisticSums:
+        """The sums of all rows, without the means of open texts, which a summary of the queries does not need."""
+        self._add_pending()
+        return StatisticSums(*(column.cpu() for column in self._closed))
 
     def begin_texts(self, count: int) -> OpenTexts:
         """Begin some texts, to be given to `add`."""
@@ -292,7 +300,7 @@ class RunningSummary:
         ended = [texts for texts in self._open if texts in self._ended]
         self._open = [texts for texts in self._open if texts not in self._ended]
         self._ended.clear()
-        for texts in ended:
+        for texts in ended if self._has_chance else ():
             self._closed = _with_texts(self._closed, texts)
 
     def _add_rows(self, measured: MeasuredRows, group: Sequence[_PendingRows]) -> None:
@@ -300,6 +308,7 @@ class RunningSummary:
         found = measured.statistics
         if not found:
             return
+        self._has_chance |= bool(measured.chance)
         some = next(iter(found.values())).values
         self._create_rows([name for name in found if name not in self._names], some.device)
         device = self._bins.device
@@ -313,23 +322,25 @@ class RunningSummary:
         sums = _sum_rows(flat, taken, levels, level_of_row, measured.rows.ends, self._bins)
         unknown = (level_of_row < 0)[:, None]
         excess = sums.text_totals.masked_fill_(unknown & (sums.text_counts > 0), torch.nan)
+        num_nonfinite = self._closed.num_nonfinite
         nonfinite = [found[name].nonfinite if name in found else None for name in self._names]
-        num_nonfinite = [nothing[:, :1].sum(-1) if each is None else each.sum(-1).to(device) for each in nonfinite]
-        mean = sums.total / sums.number.clamp(min=1)
-        none = torch.zeros_like(mean)
-        more = StatisticSums(
-            num_queries=sums.number.long(),
-            num_nonfinite=torch.cat(num_nonfinite),
+        if any(each is not None for each in nonfinite):
+            of_rows = [nothing if each is None else each.to(device) for each in nonfinite]
+            num_nonfinite = num_nonfinite + torch.cat(of_rows).sum(-1)
+        closed, some_number = self._closed, sums.number.clamp(min=1)
+        queries = sums.number.long(), sums.total / some_number, sums.squares
+        before = closed.num_queries, closed.mean, closed.squares
+        num_queries, mean, squares = merge_moments(before, queries)
+        chance = (sums.total - excess.sum(-1)) / some_number if self._has_chance else torch.nan
+        self._closed = closed._replace(
+            num_queries=num_queries,
+            num_nonfinite=num_nonfinite,
             mean=mean,
-            squares=sums.squares,
-            chance=(sums.total - excess.sum(-1)) / sums.number.clamp(min=1),
-            num_texts=none.long(),
-            excess=none,
-            excess_squares=none,
-            minimum=sums.minimum,
-            maximum=sums.maximum,
+            squares=squares,
+            chance=closed.chance + (chance - closed.chance) * sums.number / num_queries.clamp(min=1),
+            minimum=torch.minimum(closed.minimum, sums.minimum),
+            maximum=torch.maximum(closed.maximum, sums.maximum),
         )
-        self._closed = self._closed.merge(more)
         if self.num_samples < MIN_OBSERVATIONS and measured.chance:
             level = levels.double()[level_of_row] if len(levels) else 0.0
             self._add_blocks((flat.double() - level).masked_fill(unknown, torch.nan), taken, measured.rows.ends, group)
@@ -337,8 +348,9 @@ class RunningSummary:
         for each in group:
             number = each.measured.rows.num_texts
             ours, theirs = slice(at, at + number), slice(each.first, each.first + number)
-            each.texts.excess[:, theirs] += excess[:, ours]
-            each.texts.num_queries[:, theirs] += sums.text_counts[:, ours]
+            if self._has_chance:
+                each.texts.excess[:, theirs] += excess[:, ours]
+                each.texts.num_queries[:, theirs] += sums.text_counts[:, ours]
             for text, length in enumerate(each.measured.rows.ends.diff().tolist()):
                 each.texts.begun[each.first + text] |= length > 0
             at += number
@@ -369,31 +381,28 @@ class RunningSummary:
         """Create the rows of new statistics, without a query; the first ones on `device`, if it has float64."""
         if not names:
             return
-        known = bool(self._names)
-        self._names += names
-        if not known:
-            self._move_to(torch.device("cpu") if device.type == "mps" else device)
-        rows, old, device = len(self._names) * self.num_heads, self._bins, self._bins.device
+        if self._names:
+            device = self._bins.device
+        elif device.type == "mps":
+            device = torch.device("cpu")
+        old, self._names = self._bins, [*self._names, *names]
+        rows, new = len(self._names) * self.num_heads, len(names) * self.num_heads
         self._bins = empty_histograms(rows).to(device)
-        place = old.nonzero().unbind(1)
-        self._bins[place] = old[place]
-        new = rows - len(old)
-        empty = StatisticSums(*(column.to(device) for column in StatisticSums.empty(new)))
-        self._closed = StatisticSums.concatenate([self._closed, empty])
-        self._blocks = concatenate_moments([self._blocks, _no_moments(new, device)])
+        empty, no_moments = StatisticSums.empty(new, device), _no_moments(new, device)
+        if len(old):
+            place = old.nonzero().unbind(1)
+            self._bins[place] = old[place]
+            empty = StatisticSums.concatenate([self._closed, empty])
+            no_moments = concatenate_moments([self._blocks, no_moments])
+        self._closed, self._blocks = empty, no_moments
         for texts in self._open:
-            texts.grow(rows)
-
-    def _move_to(self, device: torch.device) -> None:
-        """Move the sums, which have no row yet, to a device."""
-        self._bins, self._blocks = self._bins.to(device), _no_moments(0, device)
-        self._closed = StatisticSums(*(column.to(device) for column in self._closed))
-        for texts in self._open:
-            texts.excess, texts.num_queries = texts.excess.to(device), texts.num_queries.to(device)
+            texts.grow(rows, device)
 
     def _levels(self, chance: dict[str, Tensor | None], *, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return all chance levels, (levels, queries), and the index of each row's own, (rows,) int64, or -1."""
         levels = [torch.zeros(0, like.shape[1], dtype=like.dtype, device=like.device)]
+        if not self._has_chance:
+            return levels[0], torch.full((len(like),), -1, device=like.device)
         of_rows, at = [], 0
         for name in self._names:
             level = chance.get(name)
@@ -429,14 +438,17 @@ class RunningSummary:
         0 where no query counts, NaN where all that would count are NaN or infinite.
         """
         check_summary_name(of)
-        sums, found = self.sums, {}
+        sums, found = self._sums_of_queries, {}
+        exact = None
+        if of == "mean":
+            exact = sums.mean
+        elif of == "max" and not bool(sums.maximum.isnan().any()):  # unknown in files of earlier versions
+            exact = sums.maximum.masked_fill(sums.num_queries == 0, 0)
         for name, rows in self.rows_of_statistics().items():
             if names is None or name in names:
-                part = sums.rows(rows)
-                values = part.mean if of == "mean" else self._quantiles(part, rows, QUANTILE_OF_SUMMARY[of])
-                if of == "max":  # unknown in files of earlier versions
-                    values = torch.where(part.maximum.isnan() | (part.num_queries == 0), values, part.maximum)
-                found[name] = nan_where_nothing_is_finite(values, part.num_queries, part.num_nonfinite)
+                share = QUANTILE_OF_SUMMARY.get(of, 1.0)
+                values = self._quantiles(sums.rows(rows), rows, share) if exact is None else exact[rows]
+                found[name] = nan_where_nothing_is_finite(values, sums.num_queries[rows], sums.num_nonfinite[rows])
         return found
 
     def _quantiles(self, sums: StatisticSums, rows: slice, share: float) -> Tensor:
