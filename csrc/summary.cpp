@@ -10,7 +10,8 @@
 // values and counted are (rows, queries); a row is one statistic of one head. The queries of text t are those from
 // ends[t] to ends[t + 1]. levels is (levels, queries), the chance levels, and level_of_row has the row of each row's own,
 // -1 where there is none. Set are counts, totals, squares (the sum of the squared deviations from the mean of the row),
-// minima and maxima, (rows) each, and per text the sum of value - level and the number of values, (rows, texts) each.
+// minima and maxima, (rows) each, and per text the sum of value - level, 0 without levels, and the number of values,
+// (rows, texts) each.
 // Values are added to bins, (rows, num_bins): the second half of a histogram has the values from 0, whose bin is the
 // exponent and the first 6 bits of the mantissa of the floating-point number, less `first_bin`; numbers outside the
 // histogram are in its first or last bin. The first half has the negative values in the reverse order, so that values

@@ -140,6 +140,15 @@ def test_a_bias_of_the_distance_is_never_written_out(values: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
+def test_blocks_that_are_kept_are_those_of_a_call_with_as_many_keys() -> None:
+    """One query that sees one key has equal bounds for any number of keys."""
+    for keys in (1, 2, 300):
+        q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 2, keys, 16)
+        found = mh.attention(q, k, k, mask=mh.masks.Causal(), query_start=0, kernel="flex")
+        torch.testing.assert_close(found, k[:, :, :1])
+
+
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_query_that_sees_no_key_is_0_and_has_no_gradient() -> None:
     q, k, v = (torch.randn(2, 2, 4, 16, requires_grad=True) for _ in range(3))
     bias = torch.zeros(1, 1, 4, 1)

@@ -373,8 +373,8 @@ def _compute_output_and_logsumexp(
     )
 
 
-# Key bounds (compared by identity) -> `backward` -> block mask.
-_BLOCK_MASKS: WeakKeyDictionary[KeyBounds, dict[bool, BlockMask]] = WeakKeyDictionary()
+# Key bounds (compared by identity) -> (`backward`, number of keys, which bounds leave open) -> block mask.
+_BLOCK_MASKS: WeakKeyDictionary[KeyBounds, dict[tuple[bool, int], BlockMask]] = WeakKeyDictionary()
 # The same of bounds with a dense remainder, which a block mask holds; the layers of a model share few of them.
 _DENSE_BLOCK_MASKS: PlanCache[BlockMask] = PlanCache(CACHE_BYTES, MOST_MASKS_WITH_TENSORS)
 
@@ -385,23 +385,24 @@ def _cached_block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward
         return block_mask(request, bounds, backward=backward)
     if bounds.remainder is not None:
         return _cached_dense_block_mask(request, bounds, backward=backward)
-    known = _BLOCK_MASKS.setdefault(bounds, {})
-    found = known.get(backward)
+    known, key = _BLOCK_MASKS.setdefault(bounds, {}), (backward, request.shape.key_length)
+    found = known.get(key)
     if found is None:
         found = block_mask(request, bounds, backward=backward)
         if not is_captured(bounds.start.device):
-            known[backward] = found
+            known[key] = found
     return found
 
 
 def _cached_dense_block_mask(request: AttentionRequest, bounds: KeyBounds, *, backward: bool) -> BlockMask:
     """Return the block mask of bounds with a dense remainder."""
-    found = _DENSE_BLOCK_MASKS.entries.get((bounds, backward))
+    key = (bounds, backward, request.shape.key_length)
+    found = _DENSE_BLOCK_MASKS.entries.get(key)
     if found is None:
         remainder = visible_in_remainder(request, bounds)
         assert remainder is not None
         found = block_mask(request, bounds, backward=backward, remainder=remainder)
-        _DENSE_BLOCK_MASKS.add((bounds, backward), found, bounds, (remainder,))
+        _DENSE_BLOCK_MASKS.add(key, found, bounds, (remainder,))
     return found
 
 

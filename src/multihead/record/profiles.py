@@ -114,7 +114,7 @@ class LayerProfile(LayerKinds):
         visibility: the visible keys of the queries.
     """
 
-    visibility: Visibility = field(kw_only=True)
+    visibility: Visibility
 
 
 def evidence_of_kind(kind: Kind, evidence: Mapping[str, ChanceComparison]) -> ChanceComparison | None:

@@ -508,8 +508,9 @@ def _sum_rows(
     known, lengths = values.double(), ends.diff().tolist()
     count, total = counted.sum(-1), known.sum(-1)
     deviations = (known - (total / count.clamp(min=1))[:, None]).masked_fill_(~counted, 0)
-    level = levels.double()[level_of_row].masked_fill((level_of_row < 0)[:, None], 0) if len(levels) else 0.0
-    difference = (known - level).masked_fill(~counted, 0)
+    unknown = (level_of_row < 0)[:, None]
+    level = levels.double()[level_of_row] if len(levels) else 0.0
+    difference = (known - level).masked_fill(~counted | unknown, 0)
     least, most = (
         torch.nn.functional.pad(known.masked_fill(~counted, none), (1, 0), value=none) for none in (inf, -inf)
     )

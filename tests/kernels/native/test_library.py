@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -225,35 +226,40 @@ class TestAbsence:
 
 
 @needs_library
-class TestHistograms:
+class TestSumsOfRows:
     """The library receives the addresses of these tensors, so what does not fit is rejected before."""
 
     GOOD: ClassVar = {
-        "values": torch.rand(2, 3, 5),
-        "counted": torch.ones(2, 3, 5, dtype=torch.bool),
-        "totals": torch.zeros(3, dtype=torch.float64),
-        "counts": torch.zeros(3, dtype=torch.float64),
-        "minima": torch.full((3,), torch.inf, dtype=torch.float64),
-        "maxima": torch.full((3,), -torch.inf, dtype=torch.float64),
+        "values": torch.rand(3, 5),
+        "counted": torch.ones(3, 5, dtype=torch.bool),
+        "levels": torch.rand(2, 5),
+        "level_of_row": torch.tensor([0, -1, 1]),
+        "ends": torch.tensor([0, 2, 5]),
         "bins": torch.zeros(3, 8, dtype=torch.int64),
     }
 
     @pytest.mark.parametrize(
         ("name", "wrong"),
         [
-            ("values", torch.rand(4, 3, 5)),
-            ("values", torch.rand(2, 3, 4)),
-            ("values", torch.rand(2, 2, 3, 5)),
+            ("values", torch.rand(3, 4)),
+            ("values", torch.rand(1, 3, 5)),
             ("values", torch.rand(5)),
-            ("values", torch.rand(2, 3, 5).double()),
-            ("counted", torch.ones(2, 3, 4, dtype=torch.bool)),
-            ("counted", torch.ones(2, 3, 5)),
-            ("totals", torch.zeros(2, dtype=torch.float64)),
-            ("totals", torch.zeros(3)),
-            ("totals", torch.zeros(6, dtype=torch.float64)[::2]),
-            ("counts", torch.zeros(1, dtype=torch.float64)),
-            ("minima", torch.zeros(3)),
-            ("maxima", torch.zeros(6, dtype=torch.float64)[::2]),
+            ("values", torch.rand(3, 5).double()),
+            ("values", torch.rand(5, 3).T),
+            ("counted", torch.ones(3, 4, dtype=torch.bool)),
+            ("counted", torch.ones(3, 5)),
+            ("counted", torch.ones(5, 3, dtype=torch.bool).T),
+            ("levels", torch.rand(2, 4)),
+            ("levels", torch.rand(2, 5).double()),
+            ("levels", torch.rand(1, 5)),
+            ("level_of_row", torch.tensor([0, 1])),
+            ("level_of_row", torch.tensor([0, 1, 2])),
+            ("level_of_row", torch.tensor([0, 1, 1]).int()),
+            ("ends", torch.tensor([0, 2])),
+            ("ends", torch.tensor([1, 5])),
+            ("ends", torch.tensor([0, 6, 5])),
+            ("ends", torch.tensor([0, 2, 5]).int()),
+            ("ends", torch.zeros(0, dtype=torch.int64)),
             ("bins", torch.zeros(2, 8, dtype=torch.int64)),
             ("bins", torch.zeros(3, 7, dtype=torch.int64)),
             ("bins", torch.zeros(3, 0, dtype=torch.int64)),
@@ -263,19 +269,20 @@ class TestHistograms:
     )
     def test_tensors_that_do_not_fit_are_rejected(self, name: str, wrong: torch.Tensor) -> None:
         given = {**self.GOOD, name: wrong}
-        with pytest.raises(ArgumentError, match=r"^The values, which of them count, the sums, the counts, the extr"):
-            library.add_to_histograms(first_bin=0, **given)
+        with pytest.raises(ArgumentError, match=r"^The values, which of them count, the levels, the level of "):
+            library.sum_rows(first_bin=0, **given)
 
-    def test_strided_values_without_queries_or_samples_are_added(self) -> None:
-        for shape in ((2, 3, 5), (0, 3, 5), (2, 3, 0), (3, 5)):
-            given = {name: each.clone() for name, each in self.GOOD.items()}
-            given["values"] = torch.rand(*shape).transpose(0, -1).contiguous().transpose(0, -1)
-            given["counted"] = torch.ones(shape, dtype=torch.bool)
-            library.add_to_histograms(first_bin=0, **given)
-            expected = given["values"].double().sum((*range(len(shape) - 2), -1))
-            torch.testing.assert_close(given["totals"], expected)
-            assert int(given["bins"].sum()) == given["values"].numel()
-            if given["values"].numel():
-                by_head = given["values"].double().transpose(0, -2).flatten(1)
-                assert torch.equal(given["minima"], by_head.amin(1))
-                assert torch.equal(given["maxima"], by_head.amax(1))
+    def test_rows_without_queries_texts_or_levels_are_summed(self) -> None:
+        for rows, ends in ((3, [0, 2, 5]), (3, [0, 0, 4, 4]), (0, [0, 5]), (3, [0])):
+            values, counted = torch.randn(rows, ends[-1]), torch.rand(rows, ends[-1]) < 0.7
+            levels, bins = torch.rand(1, ends[-1]), torch.zeros(rows, 8, dtype=torch.int64)
+            level_of_row = torch.tensor([-1, 0, 0])[:rows]
+            found = library.sum_rows(values, counted, levels, level_of_row, torch.tensor(ends), 0, bins)
+            known = values.double().masked_fill(~counted, 0)
+            torch.testing.assert_close(found.total, known.sum(-1))
+            assert torch.equal(found.number, counted.sum(-1).double())
+            assert int(bins.sum()) == int(counted.sum())
+            above = (known - levels.double()).masked_fill(~counted | (level_of_row < 0)[:, None], 0)
+            for text, (first, stop) in enumerate(itertools.pairwise(ends)):
+                torch.testing.assert_close(found.text_totals[:, text], above[:, first:stop].sum(-1))
+                assert torch.equal(found.text_counts[:, text], counted[:, first:stop].sum(-1).double())

@@ -150,7 +150,7 @@ class RowSums(NamedTuple):
         squares: (rows,).
         minimum: (rows,), inf without numbers.
         maximum: (rows,), -inf without numbers.
-        text_totals: (rows, texts), the sum of number - level over the numbers of each text.
+        text_totals: (rows, texts), the sum of number - level over the numbers of each text; 0 without levels.
         text_counts: (rows, texts), how many numbers of each text were added.
     """
 
