@@ -38,7 +38,7 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Probe, Statistic
 from multihead.record.analysis.find import FoundHead, ValueRange, find
 from multihead.record.analysis.highlights import Finding, HeadKind, findings, heads_of_kinds
-from multihead.record.layer import LayerRecord
+from multihead.record.layer import LayerRecord, kinds_of_summary
 from multihead.record.notebook import HeadOfLayer
 from multihead.record.profiles import LayerKinds
 from multihead.record.running_summary import RunningSummary, StatisticSums
@@ -314,22 +314,8 @@ class Census:
 
         No head has a kind whose statistic was not counted, or whose chance level is unknown.
         """
-        found = []
-        for layer in self.layers:
-            assert layer.running_summary is not None
-            evidence, means = layer.running_summary.evidence(), layer.summary()
-            found.append(
-                LayerKinds.from_evidence(
-                    means,
-                    evidence,
-                    number=layer.number,
-                    name=layer.name,
-                    heads=layer.num_heads,
-                    cross_attention=False,
-                    among=self.all_kinds,
-                )
-            )
-        return found
+        read = ((layer, layer.running_summary) for layer in self.layers)
+        return [kinds_of_summary(layer, summary, self.all_kinds) for layer, summary in read if summary is not None]
 
     def kinds(self, *names: str) -> list[HeadKind]:
         r"""List the kinds of the heads with the numbers that decide about them, the largest share first.

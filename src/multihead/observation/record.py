@@ -210,7 +210,7 @@ class Record:
 
     @property
     def _has_kinds(self) -> bool:
-        """Whether the kinds of all heads can be told."""
+        """Whether the kinds of all heads are known."""
         return all(layer.has_kinds for layer in self.layers)
 
     def statistic(self, name: str) -> Statistic:

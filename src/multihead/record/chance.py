@@ -63,6 +63,9 @@ Progress: TypeAlias = Callable[[int, int], None]
 ChanceCache: TypeAlias = dict[object, Tensor]
 """Cache of chance levels: (probe, mask, positions, ids) -> (heads or 1, queries)."""
 
+Moments: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Moments of sets of numbers: count, mean, and sum of the squared deviations from the mean; (rows,) each."""
+
 
 @dataclass(frozen=True, eq=False)
 class ChanceComparison:
@@ -168,6 +171,13 @@ def means_of_blocks(values: Tensor, counted: Tensor, blocks: int) -> tuple[Tenso
     return sums / sizes.clamp(min=1), sizes > 0
 
 
+def moments_of_units(units: Tensor, full: Tensor) -> Moments:
+    """Return the moments of `units`, (rows, units), where `full`, (rows, units) bool, is True."""
+    count = full.sum(-1)
+    mean = units.masked_fill(~full, 0).sum(-1) / count.clamp(min=1)
+    return count, mean, torch.where(full, units - mean[:, None], 0.0).square().sum(-1)
+
+
 def standard_error(units: Tensor) -> Tensor:
     """Return the standard error of the mean over the first axis: (numbers, heads) -> (heads,).
 
@@ -194,9 +204,8 @@ def exceeds_chance(excess: Tensor, error: Tensor, least: float) -> Tensor:
 
 def _masked_standard_error(units: Tensor, full: Tensor) -> Tensor:
     """Return the standard error of the mean of `units`, (heads, units), where `full` is True: (heads,)."""
-    count = full.sum(-1)
-    mean = units.masked_fill(~full, 0).sum(-1) / count.clamp(min=1)
-    return error_of_mean(count, (units - mean[:, None]).square().masked_fill(~full, 0).sum(-1))
+    count, _, squares = moments_of_units(units, full)
+    return error_of_mean(count, squares)
 
 
 def _measure_chance_levels_of_sample(

@@ -106,7 +106,7 @@ class LayerRecord:
 
     @property
     def has_kinds(self) -> bool:
-        """Whether the kinds of the heads can be told: from single texts, or from a summary with chance levels."""
+        """Whether the kinds of the heads are known: from single texts, or from a summary with chance levels."""
         if self.running_summary is not None:
             return self.repeated is not None or bool(self.running_summary.evidence())
         return bool(self.num_samples) and all(one.split is None for one in self.samples)
@@ -266,7 +266,12 @@ def layer_profiles(
     found: list[LayerKinds] = []
     for layer in layers:
         if sample is None and layer.running_summary is not None:
-            found.append(_kinds_of_summary(layer, layer.running_summary, among))
+            if not layer.has_kinds:
+                raise ProbeError(
+                    f"{layer.name} was summarised without chance levels, so no kinds of heads can be told.",
+                    'Observe it again with keep="summary", or with keep="statistics" on one of several ranks.',
+                )
+            found.append(kinds_of_summary(layer, layer.running_summary, among))
             continue
         samples = [layer.sample(each) for each in (range(layer.num_samples) if sample is None else [sample])]
         if not samples:
@@ -287,12 +292,8 @@ def layer_profiles(
     return found
 
 
-def _kinds_of_summary(layer: LayerRecord, summary: RunningSummary, among: Sequence[Kind]) -> LayerKinds:
-    if not layer.has_kinds:
-        raise ProbeError(
-            f"{layer.name} was summarised without chance levels, so no kinds of heads can be told.",
-            'Observe it again with keep="summary", or with keep="statistics" on one of several ranks.',
-        )
+def kinds_of_summary(layer: LayerRecord, summary: RunningSummary, among: Sequence[Kind]) -> LayerKinds:
+    """Decide the kinds of the heads of a layer from its summary; no kind whose chance level is unknown."""
     return LayerKinds.from_evidence(
         summary.summary("mean"),
         summary.evidence(),

@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,15 @@ from torch import Tensor
 
 from multihead.kernels.native import library
 from multihead.kernels.native.library import RowSums
-from multihead.record.chance import BLOCKS_PER_TEXT, MIN_OBSERVATIONS, ChanceComparison, error_of_mean, means_of_blocks
+from multihead.record.chance import (
+    BLOCKS_PER_TEXT,
+    MIN_OBSERVATIONS,
+    ChanceComparison,
+    Moments,
+    error_of_mean,
+    means_of_blocks,
+    moments_of_units,
+)
 from multihead.record.summaries import (
     QUANTILE_OF_SUMMARY,
     SummaryName,
@@ -52,10 +60,6 @@ MIN_ADDED_ROWS = 512
 _SHIFT_AND_FIRST_BIN = {torch.int32: (17, (127 - 30) * 64 - 1), torch.int64: (46, (1023 - 30) * 64 - 1)}
 
 
-Moments: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Moments of sets of numbers: count, mean, and sum of the squared deviations from the mean; (rows,) each."""
-
-
 def merge_moments(one: Moments, other: Moments) -> Moments:
     """Return the moments of the union of two sets of numbers, row by row.
 
@@ -69,13 +73,6 @@ def merge_moments(one: Moments, other: Moments) -> Moments:
     difference = new_mean - mean
     moved = difference * count / both.clamp(min=1)
     return both, mean + moved, squares + new_squares + difference * moved * before
-
-
-def moments_of_units(units: Tensor, full: Tensor) -> Moments:
-    """Return the moments of `units`, (rows, units), where `full`, (rows, units) bool, is True."""
-    count = full.sum(-1)
-    mean = units.masked_fill(~full, 0).sum(-1) / count.clamp(min=1)
-    return count, mean, torch.where(full, units - mean[:, None], 0.0).square().sum(-1)
 
 
 def concatenate_moments(moments: Sequence[Moments]) -> Moments:
