@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import multihead as mh
-from multihead import MultiHeadAttention, functional, masks
+from multihead import MultiHeadAttention, masks
 from multihead.errors import ArgumentError, DtypeError, ShapeError, SlowPathWarning
 from multihead.kernels import cuda_call, fused_on_cuda
 from multihead.kernels.call import listen
@@ -46,16 +46,6 @@ CUDNN_NAME = "_scaled_dot_product_cudnn_attention"
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     with simulated_gpu() as found:
         yield found
-
-
-@pytest.fixture
-def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where a call needs a plan."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError("the call was planned")
-
-    monkeypatch.setattr(functional, "attend", fail)
 
 
 def drawn(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import multihead as mh
-from multihead import MultiHeadAttention, functional, masks
+from multihead import MultiHeadAttention, masks
 from multihead.kernels import ragged
 from multihead.kernels.proven import UNPROVEN_VARIABLE
 from multihead.masks.base import Sequences
@@ -42,16 +42,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setenv(UNPROVEN_VARIABLE, "ragged")
     with simulated_gpu() as found:
         yield found
-
-
-@pytest.fixture
-def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where a call needs a plan."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError("the call was planned")
-
-    monkeypatch.setattr(functional, "attend", fail)
 
 
 def drawn(
