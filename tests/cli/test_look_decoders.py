@@ -193,7 +193,13 @@ def test_inputs_that_a_model_cannot_take_are_rejected(saved: dict[str, str], spe
         (minilm, "--audio", speech): (
             f"{minilm} does not write text from audio. Give a text, or a speech model such as Whisper."
         ),
-        (saved["t5"], "--prompt", "hi", "--decoder-text", " "): "The text is empty. Give at least one word.",
+        (
+            saved["t5"],
+            "--prompt",
+            "hi",
+            "--decoder-text",
+            " ",
+        ): "The text of the decoder is empty. Give at least one word.",
         (saved["headless"], "--prompt", "hi"): (
             "headless was saved without the head that generates text. Give the text of its decoder; the option of "
             "look is --decoder-text."

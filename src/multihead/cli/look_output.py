@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from multihead.observation.record import Record
     from multihead.probes.probe import Statistic
     from multihead.record.memory_use import MemoryUse
-    from multihead.record.profiles import LayerProfile
+    from multihead.record.profiles import LayerKinds
     from multihead.record.repeated import RepeatedTokens
     from multihead.viewer.looking import ModelInputs
     from multihead.viewer.report import ReportSummary
@@ -30,8 +30,8 @@ MEMORY_REPORT_THRESHOLD = 1_000_000_000  # bytes of attention weights from which
 
 def print_heads(
     record: Record,
-    profiles: Sequence[LayerProfile],
-    run: ModelInputs,
+    profiles: Sequence[LayerKinds],
+    inputs: Sequence[ModelInputs],
     rows: Sequence[Mapping[str, Any]],
     *,
     sort: str,
@@ -42,7 +42,7 @@ def print_heads(
     from multihead.record.analysis.highlights import findings
 
     console = open_console()
-    print_sentence(console, _sentence_on_input(record, run, lang))
+    print_sentence(console, _sentence_on_input(record, inputs, lang))
     console.print()
     console.print(_table_of_heads(rows, console.width, record.all_kinds, lang, sort=sort))
     repeats = {kind.name for kind in record.all_kinds if kind.texts == "repeats"}
@@ -50,30 +50,37 @@ def print_heads(
         print_sentence(console, text("look.on repeats", lang))
     if any("+" in row["kind"] for row in rows):
         print_sentence(console, text("look.more kinds", lang))
+    texts = [text for each in inputs for text in each.texts]
     # With two texts, "the first token" is not one token.
-    tokens = run.texts[0].tokens if len(run.texts) == 1 else None
-    found = findings(profiles, tokens=tokens, special=run.texts[0].special, lang=lang, among=record.all_kinds)
+    tokens = texts[0].tokens if len(texts) == 1 else None
+    found = findings(profiles, tokens=tokens, special=texts[0].special, lang=lang, among=record.all_kinds)
     click.echo("\n" + text("look.highlights" if found else "common.nothing stands out", lang))
     for finding in found:
         print_sentence(console, str(finding), indent=2)
 
 
-def _sentence_on_input(record: Record, run: ModelInputs, lang: str) -> str:
-    """Return a sentence with the model's name, its number of layers and heads, and the number of tokens it read."""
+def _sentence_on_input(record: Record, inputs: Sequence[ModelInputs], lang: str) -> str:
+    """Return a sentence with the model's name, its layers and heads, and the texts and tokens that it read."""
 
-    def count_tokens(encoded: EncodedText) -> str:
-        number = len(encoded.tokens)
-        return text("look.1 token", lang) if number == 1 else text("look.tokens", lang, n=number)
+    def count_tokens(texts: Sequence[EncodedText]) -> str:
+        lengths = [len(each.tokens) for each in texts]
+        least, most = min(lengths), max(lengths)
+        key = "1 token" if most == 1 else "tokens" if least == most else "tokens from"
+        count = text(f"look.{key}", lang, n=f"{most:,}", least=f"{least:,}")
+        return count if len(texts) == 1 else text("look.texts", lang, number=f"{len(texts):,}", tokens=count)
 
+    run = inputs[0]
     values = {"model": escape_controls(record.title), "heads": _count_layers_and_heads(record, lang)}
     if run.decoder_text is None:
-        return text("look.read", lang, tokens=count_tokens(run.texts[0]), **values)
+        return text("look.read", lang, tokens=count_tokens([each.texts[0] for each in inputs]), **values)
     key = "look.generated" if run.has_generated_decoder_text else "look.decoded"
-    memory = text("look.audio", lang) if run.text is None else count_tokens(run.text)
-    return text(key, lang, tokens=memory, decoder=count_tokens(run.decoder_text), **values)
+    read = [each.text for each in inputs if each.text is not None]
+    decoders = [each.decoder_text for each in inputs if each.decoder_text is not None]
+    memory = count_tokens(read) if read else text("look.audio", lang)
+    return text(key, lang, tokens=memory, decoder=count_tokens(decoders), **values)
 
 
-def print_textbook_heads(profiles: Sequence[LayerProfile], lang: str) -> None:
+def print_textbook_heads(profiles: Sequence[LayerKinds], lang: str) -> None:
     """Print the strongest heads of each kind (such as induction heads) that is measured on repeated random tokens."""
     from rich.cells import cell_len
 

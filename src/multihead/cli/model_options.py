@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from multihead.errors import InputError
+from multihead.files import read_text_file
 
 MAX_QUOTED_CHARACTERS = 60  # characters of a text in an error
 
@@ -84,8 +85,37 @@ def _add_options(command: Callable[..., Any], options: Sequence[Callable[..., An
     return command
 
 
+def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --text and --prompt to a command, as `files` and `prompts`; both may be repeated."""
+    return _add_options(
+        command,
+        (
+            click.option(
+                "--text",
+                "files",
+                multiple=True,
+                metavar="FILE",
+                help="Read this text file (UTF-8); - reads standard input. May be repeated.",
+            ),
+            click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Read this text. May be repeated."),
+        ),
+    )
+
+
+def read_texts(files: Sequence[str], prompts: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the name and the contents of each text of `text_options`, those of files first.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    return [
+        *((file, read_text_file(file)) for file in files),
+        *((" ".join(prompt.split()), prompt) for prompt in prompts),
+    ]
+
+
 def option_given_once(*names: str, metavar: str, description: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds an option for one text; of several, click alone would take the last."""
+    """Return a decorator that adds an option with one value; of several, click alone would take the last."""
     return click.option(*names, multiple=True, callback=_check_given_once, metavar=metavar, help=description)
 
 
@@ -93,8 +123,8 @@ def _check_given_once(context: click.Context, option: click.Parameter, values: t
     """Return the value of an option, or None; reject several values."""
     if len(values) > 1:
         raise click.UsageError(
-            f"{option.opts[0]} is given {len(values)} times, and `multihead {context.info_name}` reads one text. Give "
-            "one; `multihead ablate` compares several texts, and `multihead census` counts over many."
+            f"{option.opts[0]} is given {len(values)} times, and `multihead {context.info_name}` takes one. Give one; "
+            "`multihead look` and `multihead ablate` read several texts, and `multihead census` counts over many."
         )
     return values[0] if values else None
 

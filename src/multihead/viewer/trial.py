@@ -166,7 +166,7 @@ class Trial:
         replay = Replay(self.loaded.model)
         with (
             self._run_until_cancelled(replay, is_cancelled),
-            observe_texts(self.loaded, rows) as record,
+            observe_texts(self.loaded, [[row] for row in rows]) as record,
             replay.store_block_outputs(),
         ):
             begun = perf_counter()
