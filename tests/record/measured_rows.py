@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.record.running_summary import RunningSummary
-from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, TextRows
+from multihead.record.text_rows import MeasuredRows, TextRows
 
 NO_LEVELS: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -22,11 +22,8 @@ class DrawnRows(MeasuredRows):
     drawn: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
-    def statistics(self) -> dict[str, MeasuredStatistic]:  # type: ignore[override]
-        return {
-            name: MeasuredStatistic.of_rows(self.values[name], counted, self.chance.get(name))
-            for name, counted in self.drawn.items()
-        }
+    def of_queries(self) -> dict[str, tuple[Tensor, Tensor]]:  # type: ignore[override]
+        return {name: (self.values[name], counted) for name, counted in self.drawn.items()}
 
 
 def drawn_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from contextlib import nullcontext
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,19 @@ def test_the_native_library_adds_the_same_values_to_the_same_sums(lengths: tuple
     for name, one in found.sums._asdict().items():
         other = getattr(with_tensors.sums, name)
         torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-12, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("reason", [None, "it is hidden"])
+def test_a_summary_without_quantiles_has_the_same_means_and_extremes(reason: str | None) -> None:
+    values, counted = torch.randn(3, 20), torch.rand(3, 20) < 0.7
+    whole, bare = RunningSummary(3), RunningSummary(3, keeps_quantiles=False)
+    for summary in (whole, bare):
+        with patch.object(library, "_library_or_reason", lambda: reason) if reason else nullcontext():
+            add_to_summary(summary, {"one": (values, counted)}, [12, 8])
+    assert bare.bins.shape == (3, 2)
+    for again in (bare, pickle.loads(pickle.dumps(bare))):
+        assert all(map(torch.equal, again.summary("mean").values(), whole.summary("mean").values()))
+        assert all(map(torch.equal, again.summary("max").values(), whole.summary("max").values()))
 
 
 @needs_native

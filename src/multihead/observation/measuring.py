@@ -152,10 +152,9 @@ class StatisticsMeasurer:
         request, shape = call.request, call.request.shape
         rows = sample_spans.rows_with_ids(ids)
         read, distinct = ids.key_ids(request), None
-        text = torch.arange(shape.batch)[:, None]  # number of the text of each token
-        if sample_spans.packed:
-            text = rows.text[None]
         if read is not None:
+            # number of the text of each token
+            text = rows.text[None] if sample_spans.packed else torch.arange(shape.batch)[:, None]
             real = torch.zeros(shape.batch, shape.key_length, dtype=torch.bool)
             sample, _, _, first_key, stop_key = sample_spans.span_ends
             real.view(-1)[concatenate_ranges(sample * shape.key_length + first_key, stop_key - first_key)] = True
@@ -166,7 +165,7 @@ class StatisticsMeasurer:
         parts = call.result.statistics
         if sample_spans.packed:
             missing = parts_of_probes(possible_probes(self.probes, request, context)) - parts.keys()
-            parts = {**parts, **_measure_packed_texts(call, sample_spans, text[0], missing, context)}
+            parts = {**parts, **_measure_packed_texts(call, sample_spans, rows.text, missing, context)}
         measured = self.measure(call, rows, context, parts=parts, chance=chance)
         return measured if windows == 1 else replace(measured, rows=replace(rows, ends=rows.ends[::windows]))
 

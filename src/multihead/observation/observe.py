@@ -27,6 +27,7 @@ from multihead.probes.catalogue import DEFAULT, PROBES, reject_unknown_set
 from multihead.probes.context import MAP_SIZE, PoolOperation
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
+from multihead.record.running_summary import RunningSummary
 from multihead.tensors.tracing import run_uncompiled
 
 
@@ -92,7 +93,7 @@ def observe(
 
 
 class Options(NamedTuple):
-    """The arguments of `observe` besides the model, and whether a summary has chance levels."""
+    """The arguments of `observe` besides the model, and whether a summary has chance levels and quantiles."""
 
     layers: Sequence[int | str] | int | str | None = None
     keep: Keep = "cpu"
@@ -103,12 +104,13 @@ class Options(NamedTuple):
     map_pool: PoolOperation = "mean"
     kinds: Sequence[Kind] = ()
     keeps_chance: bool = True
+    keeps_quantiles: bool = True
 
 
 @contextmanager
 def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
     """Record a model while it runs, see `observe`."""
-    layers, keep, probes, special_ids, tokenizer, map_size, map_pool, kinds, keeps_chance = options
+    layers, keep, probes, special_ids, tokenizer, map_size, map_pool, kinds, keeps_chance, keeps_quantiles = options
     check_module(model)
     if tokenizer is not None:
         check_tokenizer(tokenizer, calls=False)
@@ -140,7 +142,11 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
         run_uncompiled(),
         track_inputs(root) as inputs,
     ):
-        recorder = Recorder(record, inputs, layer_filter, keep, measuring, keeps_chance)
+
+        def new_summary(_: str, num_heads: int) -> RunningSummary:
+            return RunningSummary(num_heads, keeps_quantiles=keeps_quantiles)
+
+        recorder = Recorder(record, inputs, layer_filter, keep, measuring, keeps_chance, new_summary)
         with listen(recorder):
             yield record
     aligned = alignment_heads(root)

@@ -95,8 +95,8 @@ class _LayerCall:
         samples: returns the records of the samples; without their calls if only a summary is kept.
         texts: the samples in the layer's summary; None if there is no summary. Until the first call of the samples is
             added, those of the call before it, which have ended.
-        waiting: for each sample, the rows of its calls so far that may count in a summary only because of a later key;
-            empty before the first call.
+        waiting: returns for each sample the rows of its calls so far that may count in a summary only because of a
+            later key; empty before the first call.
         key_starts: returns the position of each sample's first key in the sequence, (samples,) int64; (1,) with 0 until
             the first call of the samples is recorded.
         num_keys: returns the number of keys of each sample in its windows so far, (samples,) int64; (1,) with 0 before
@@ -114,7 +114,7 @@ class _LayerCall:
     windows: int = 1
     samples: Callable[[], list[SampleRecord]] = list
     texts: OpenTexts | None = None
-    waiting: list[list[MeasuredRows]] = field(default_factory=list)
+    waiting: Callable[[], list[list[MeasuredRows]]] = list
     key_starts: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
     num_keys: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
 
@@ -300,10 +300,7 @@ class Recorder:
                 "Give a model whose layers read each token of a text once, or choose other layers.",
             )
         new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
-        rows = sample_spans.text_rows
-        last = rows.ends[1:][rows.ends.diff() > 0] - 1
-        ends_elsewhere = bool((rows.positions[last] + 1 != rows.num_keys[last]).any())
-        summary.cross_attention |= state.cross_attention or ends_elsewhere
+        summary.cross_attention |= state.cross_attention or not sample_spans.text_rows.end_with_their_keys
         if state.texts is not None:
             summary.end_texts(state.texts)
         state.texts = summary.begin_texts(len(sample_spans.spans) // windows)
@@ -320,7 +317,8 @@ class Recorder:
         measured = measurer.measure_batch(call, sample_spans, ids, windows=windows, chance=chance)
         summary.add(measured, state.texts)
         if self._latest_counted_offset > 0:
-            state.waiting = [[each] for each in measured.waiting(self._latest_counted_offset)]
+            left = measured.waiting(self._latest_counted_offset)
+            state.waiting = cache(lambda: [[each] for each in left.texts()])
         self.record.add(layer, ())
         return True
 
@@ -653,13 +651,13 @@ class Recorder:
         latest = self._latest_counted_offset
         if latest <= 0:
             return
-        if not state.waiting:
-            state.waiting += [[] for _ in range(state.texts.num_queries.shape[1])]
-        grown = [each.with_num_keys(num_keys) for each in state.waiting[place]]
+        waiting = state.waiting() or [[] for _ in range(state.texts.num_queries.shape[1])]
+        state.waiting = lambda: waiting
+        grown = [each.with_num_keys(num_keys) for each in waiting[place]]
         for each in grown:
             summary.add(each, state.texts, first=place)
-        left = [one for each in (*grown, measured) for one in each.waiting(latest)]
-        state.waiting[place] = [each for each in left if len(each.rows.positions)]
+        left = [each.waiting(latest) for each in (*grown, measured)]
+        waiting[place] = [each for each in left if len(each.rows.positions)]
 
     def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a copy of a request without q, k, v and the origin, on the device of the record."""

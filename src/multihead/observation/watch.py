@@ -152,6 +152,7 @@ class Watch:
                     special_ids=self.special_ids,
                     kinds=[kind for kind in self.kinds if kind not in KINDS],
                     keeps_chance=bool(self.kinds),
+                    keeps_quantiles=False,
                 )
                 context = record_calls(self.model, options)
                 self._record = self._stack.enter_context(context)

@@ -190,6 +190,9 @@ class SampleSpans:
     real_queries: Tensor | None = None
     real_keys: Tensor | None = None
     requests: list[AttentionRequest] = field(default_factory=list)
+    _key_starts_in_text: dict[int, int | Tensor] = field(default_factory=dict)  # by number of windows
+    # the ids of queries, whether they are those of cross-attention, and the rows: shared by the layers of a pass
+    _newest_rows_with_ids: tuple[Tensor | None, bool, TextRows] | None = None
 
     @property
     def packed(self) -> bool:
@@ -267,6 +270,13 @@ class SampleSpans:
 
     def rows_with_ids(self, ids: CallTokenIds) -> TextRows:
         """Return `text_rows` with the token ids of the call, where these are all tokens of the texts so far."""
+        newest = self._newest_rows_with_ids
+        if newest is None or newest[0] is not ids.queries or newest[1] != ids.cross_attention:
+            newest = ids.queries, ids.cross_attention, self._add_ids(ids)
+            self._newest_rows_with_ids = newest
+        return newest[2]
+
+    def _add_ids(self, ids: CallTokenIds) -> TextRows:
         rows, known = self.text_rows, ids.queries
         if (
             known is None
@@ -292,9 +302,11 @@ class SampleSpans:
         Returns:
             (batch, 1, 1 or queries) int64, or 0.
         """
-        lengths = self.key_lengths(windows)
-        found = (lengths.cumsum(1) - lengths).flatten() - self.span_ends[3]
-        return self._per_query(found) if bool(found.any()) else 0
+        if windows not in self._key_starts_in_text:
+            lengths = self.key_lengths(windows)
+            found = (lengths.cumsum(1) - lengths).flatten() - self.span_ends[3]
+            self._key_starts_in_text[windows] = self._per_query(found) if bool(found.any()) else 0
+        return self._key_starts_in_text[windows]
 
     def _per_query(self, of_samples: Tensor) -> Tensor:
         """Return for each query the number of its sample: (samples,) -> (batch, 1, 1 or queries)."""

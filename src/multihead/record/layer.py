@@ -138,7 +138,14 @@ class LayerRecord:
         Raises:
             ArgumentError: `of` is not one of these.
         """
+        if self.running_summary is not None:
+            return self.running_summary.summary(of, names) | self._means_on_repeats(of, names)
         return self._summarise(of, names)[0]
+
+    def _means_on_repeats(self, of: SummaryName, names: Collection[str] | None) -> dict[str, Tensor]:
+        """Return the means of the statistics on repeated random tokens, or {} for another summary."""
+        found = self.repeated.means() if self.repeated is not None and of == "mean" else {}
+        return {name: values for name, values in found.items() if names is None or name in names}
 
     def rows(self, of: SummaryName = "mean") -> list[dict[str, Any]]:
         """Return a table row for each head: layer, head, name, and the summary of each statistic, see `summary`.
@@ -154,8 +161,7 @@ class LayerRecord:
 
     def _summarise(self, of: SummaryName, names: Collection[str] | None) -> tuple[dict[str, Tensor], Tensor]:
         """Return the summary of each statistic, and how many queries of each head were left out, (heads,) int64."""
-        repeated = self.repeated.means() if self.repeated is not None and of == "mean" else {}
-        repeated = {name: values for name, values in repeated.items() if names is None or name in names}
+        repeated = self._means_on_repeats(of, names)
         if self.running_summary is not None:
             found, heads = self.running_summary, self.num_heads
             left_out = torch.cat([torch.zeros(heads, dtype=torch.int64), found.sums.num_nonfinite])

@@ -15,7 +15,7 @@ than four texts the standard error is computed from blocks of their queries, as 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -43,7 +43,7 @@ from multihead.record.summaries import (
     check_summary_name,
     nan_where_nothing_is_finite,
 )
-from multihead.record.text_rows import MeasuredRows
+from multihead.record.text_rows import MeasuredRows, finite_rows
 
 MIN_BINNED_VALUE, MAX_BINNED_VALUE = 2.0**-30, 2.0**30
 """Range of the absolute values in a histogram: smaller ones count as 0, and larger ones are in the outermost bins."""
@@ -111,24 +111,36 @@ class StatisticSums(NamedTuple):
 
     @staticmethod
     def empty(rows: int, device: torch.device | None = None) -> StatisticSums:
-        """Return the sums of `rows` rows without a query."""
-        found = (torch.from_numpy(np.full(rows, value)) for value in SUMS_WITHOUT_QUERIES.values())
-        return StatisticSums(*(column if device is None else column.to(device) for column in found))
+        """Return the sums of `rows` rows without a query; columns of equal numbers share memory."""
+        none = torch.zeros(rows, dtype=torch.int64, device=device)
+        zeros = none.double()
+        columns = {repr(each): zeros + each for each in (0.0, inf, -inf)} | {"0": none}
+        return StatisticSums(*(columns[repr(value)] for value in SUMS_WITHOUT_QUERIES.values()))
 
     def merge(self, other: StatisticSums) -> StatisticSums:
         """Return the sums over the queries and texts of both, row by row; no text is in both."""
-        zeros = torch.zeros_like(self.mean)
-        num_queries, mean, squares = merge_moments(
-            (self.num_queries, self.mean, self.squares), (other.num_queries, other.mean, other.squares)
+        # One operation for three means: of the values, of chance, whose squares are not kept, and of the texts.
+        (number, mean, squares), another = (
+            (
+                torch.stack([each.num_queries, each.num_queries, each.num_texts]),
+                torch.stack([each.mean, each.chance, each.excess]),
+                torch.stack([each.squares, each.squares, each.excess_squares]),
+            )
+            for each in (self, other)
         )
-        _, chance, _ = merge_moments((self.num_queries, self.chance, zeros), (other.num_queries, other.chance, zeros))
-        num_texts, excess, excess_squares = merge_moments(
-            (self.num_texts, self.excess, self.excess_squares), (other.num_texts, other.excess, other.excess_squares)
+        numbers, means, all_squares = (each.unbind() for each in merge_moments((number, mean, squares), another))
+        return StatisticSums(
+            num_queries=numbers[0],
+            num_nonfinite=self.num_nonfinite + other.num_nonfinite,
+            mean=means[0],
+            squares=all_squares[0],
+            chance=means[1],
+            num_texts=numbers[2],
+            excess=means[2],
+            excess_squares=all_squares[2],
+            minimum=torch.minimum(self.minimum, other.minimum),
+            maximum=torch.maximum(self.maximum, other.maximum),
         )
-        num_nonfinite = self.num_nonfinite + other.num_nonfinite
-        extremes = torch.minimum(self.minimum, other.minimum), torch.maximum(self.maximum, other.maximum)
-        moments = num_queries, num_nonfinite, mean, squares, chance, num_texts, excess, excess_squares
-        return StatisticSums(*moments, *extremes)
 
     def rows(self, rows: Any) -> StatisticSums:
         """Return some rows, given by a slice or by indices."""
@@ -175,10 +187,11 @@ class OpenTexts:
 
     def grow(self, rows: int, device: torch.device) -> None:
         """Append rows without a query until there are `rows`, on a device."""
-        more = rows - len(self.excess)
-        self.excess, self.num_queries = (
-            torch.nn.functional.pad(each.to(device), (0, 0, 0, more)) for each in (self.excess, self.num_queries)
-        )
+        before, texts = self.excess.shape
+        if before < rows:
+            nothing = self.excess.new_zeros(rows - before, texts, device=device)
+            self.excess = torch.cat([self.excess.to(device), nothing])
+            self.num_queries = torch.cat([self.num_queries.to(device), nothing])
 
 
 class _PendingRows(NamedTuple):
@@ -197,12 +210,14 @@ class RunningSummary:
         num_heads: number of query heads.
         num_samples: number of texts.
         cross_attention: whether the keys of some text are not the tokens of its queries.
+        keeps_quantiles: whether there are histograms; their memory takes time at each first access.
         takes_batches: whether `add` must receive all texts of an attention call at once, and each text completely.
     """
 
     num_heads: int
     num_samples: int = 0
     cross_attention: bool = False
+    keeps_quantiles: bool = True
     _names: list[str] = field(default_factory=list)
     _bins: Tensor = field(default_factory=lambda: empty_histograms(0))
     _closed: StatisticSums = field(default_factory=lambda: StatisticSums.empty(0))  # without the means of open texts
@@ -259,8 +274,7 @@ class RunningSummary:
     def begin_texts(self, count: int) -> OpenTexts:
         """Begin some texts, to be given to `add`."""
         self.num_samples += count
-        size = len(self._bins), count
-        excess, num_queries = torch.zeros(2, *size, dtype=torch.float64, device=self._bins.device)
+        excess, num_queries = torch.zeros(2, 0, count, dtype=torch.float64)
         texts = OpenTexts(excess, num_queries, [False] * count)
         self._open.append(texts)
         return texts
@@ -287,6 +301,8 @@ class RunningSummary:
 
     def _add_pending(self) -> None:
         """Add the rows that were kept, those with the same statistics together."""
+        if not (self._pending or self._ended):
+            return
         pending, self._pending, self._num_pending = self._pending, [], 0
         alike: dict[object, list[_PendingRows]] = {}
         for each in pending:
@@ -302,55 +318,56 @@ class RunningSummary:
 
     def _add_rows(self, measured: MeasuredRows, group: Sequence[_PendingRows]) -> None:
         """Add the rows of some calls, which `measured` has one after another."""
-        found = measured.statistics
+        found = measured.of_queries
         if not found:
             return
         self._has_chance |= bool(measured.chance)
-        some = next(iter(found.values())).values
+        (some, _), *_ = found.values()
         self._create_rows([name for name in found if name not in self._names], some.device)
-        device = self._bins.device
-        nothing = torch.zeros(self.num_heads, some.shape[1], dtype=torch.bool, device=device)
-        values = torch.stack(
-            [_as_float(found[name].values).to(device) if name in found else nothing.float() for name in self._names]
-        )
-        counted = torch.stack([found[name].counted.to(device) if name in found else nothing for name in self._names])
-        flat, taken = values.flatten(0, 1), counted.flatten(0, 1)  # (rows, queries)
-        levels, level_of_row = self._levels({name: each.chance for name, each in found.items()}, like=flat)
+        device, heads, queries = self._bins.device, self.num_heads, some.shape[1]
+        nothing = torch.zeros(heads, queries, dtype=torch.bool, device=device)
+        columns = [found.get(name, (nothing, nothing)) for name in self._names]
+        # Both are (statistics, heads, queries), and flat the rows of the sums.
+        values = torch.stack([_as_float(each).to(device) for each, _ in columns])
+        counted, nonfinite = finite_rows(values, torch.stack([each.to(device) for _, each in columns]))
+        flat, taken = values.flatten(0, 1), counted.flatten(0, 1)
+        levels, level_of_row = self._levels(measured.chance, like=flat)
         sums = _sum_rows(flat, taken, levels, level_of_row, measured.rows.ends, self._bins)
-        unknown = (level_of_row < 0)[:, None]
-        excess = sums.text_totals.masked_fill_(unknown & (sums.text_counts > 0), torch.nan)
-        num_nonfinite = self._closed.num_nonfinite
-        nonfinite = [found[name].nonfinite if name in found else None for name in self._names]
-        if any(each is not None for each in nonfinite):
-            of_rows = [nothing if each is None else each.to(device) for each in nonfinite]
-            num_nonfinite = num_nonfinite + torch.cat(of_rows).sum(-1)
-        closed, some_number = self._closed, sums.number.clamp(min=1)
-        queries = sums.number.long(), sums.total / some_number, sums.squares
-        before = closed.num_queries, closed.mean, closed.squares
-        num_queries, mean, squares = merge_moments(before, queries)
-        chance = (sums.total - excess.sum(-1)) / some_number if self._has_chance else torch.nan
-        self._closed = closed._replace(
-            num_queries=num_queries,
-            num_nonfinite=num_nonfinite,
-            mean=mean,
-            squares=squares,
-            chance=closed.chance + (chance - closed.chance) * sums.number / num_queries.clamp(min=1),
-            minimum=torch.minimum(closed.minimum, sums.minimum),
-            maximum=torch.maximum(closed.maximum, sums.maximum),
+        number, nothing_new = sums.number.long(), torch.zeros_like(self._closed.mean)
+        excess, chance = sums.text_totals, torch.full_like(sums.total, torch.nan)
+        if self._has_chance:
+            unknown = (level_of_row < 0)[:, None]
+            excess.masked_fill_(unknown & (sums.text_counts > 0), torch.nan)
+            chance = (sums.total - excess.sum(-1)) / sums.number.clamp(min=1)
+            if self.num_samples < MIN_OBSERVATIONS and measured.chance:
+                level = levels.double()[level_of_row] if len(levels) else 0.0
+                of_queries = (flat.double() - level).masked_fill(unknown, torch.nan)
+                self._add_blocks(of_queries, taken, measured.rows.ends, group)
+        self._closed = self._closed.merge(
+            StatisticSums(
+                num_queries=number,
+                num_nonfinite=torch.zeros_like(number) if nonfinite is None else nonfinite.sum(-1).flatten(),
+                mean=sums.total / sums.number.clamp(min=1),
+                squares=sums.squares,
+                chance=chance,
+                num_texts=torch.zeros_like(number),
+                excess=nothing_new,
+                excess_squares=nothing_new,
+                minimum=sums.minimum,
+                maximum=sums.maximum,
+            )
         )
-        if self.num_samples < MIN_OBSERVATIONS and measured.chance:
-            level = levels.double()[level_of_row] if len(levels) else 0.0
-            self._add_blocks((flat.double() - level).masked_fill(unknown, torch.nan), taken, measured.rows.ends, group)
         at = 0
         for each in group:
-            number = each.measured.rows.num_texts
-            ours, theirs = slice(at, at + number), slice(each.first, each.first + number)
+            lengths = each.measured.rows.ends.diff().tolist()
+            ours, theirs = slice(at, at + len(lengths)), slice(each.first, each.first + len(lengths))
             if self._has_chance:
+                each.texts.grow(len(excess), device)
                 each.texts.excess[:, theirs] += excess[:, ours]
                 each.texts.num_queries[:, theirs] += sums.text_counts[:, ours]
-            for text, length in enumerate(each.measured.rows.ends.diff().tolist()):
-                each.texts.begun[each.first + text] |= length > 0
-            at += number
+            for text, length in enumerate(lengths, each.first):
+                each.texts.begun[text] |= length > 0
+            at += len(lengths)
         self._keep_examples(values, counted, measured)
 
     def _keep_examples(self, values: Tensor, counted: Tensor, measured: MeasuredRows) -> None:
@@ -384,7 +401,7 @@ class RunningSummary:
             device = torch.device("cpu")
         old, self._names = self._bins, [*self._names, *names]
         rows, new = len(self._names) * self.num_heads, len(names) * self.num_heads
-        self._bins = empty_histograms(rows).to(device)
+        self._bins = empty_histograms(rows, NUM_BINS if self.keeps_quantiles else 1).to(device)
         empty, no_moments = StatisticSums.empty(new, device), _no_moments(new, device)
         if len(old):
             place = old.nonzero().unbind(1)
@@ -392,24 +409,23 @@ class RunningSummary:
             empty = StatisticSums.concatenate([self._closed, empty])
             no_moments = concatenate_moments([self._blocks, no_moments])
         self._closed, self._blocks = empty, no_moments
-        for texts in self._open:
-            texts.grow(rows, device)
 
-    def _levels(self, chance: dict[str, Tensor | None], *, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _levels(self, chance: Mapping[str, Tensor], *, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return all chance levels, (levels, queries), and the index of each row's own, (rows,) int64, or -1."""
         levels = [torch.zeros(0, like.shape[1], dtype=like.dtype, device=like.device)]
         if not self._has_chance:
             return levels[0], torch.full((len(like),), -1, device=like.device)
-        of_rows, at = [], 0
+        of_rows: list[int] = []
+        at, heads = 0, self.num_heads
         for name in self._names:
             level = chance.get(name)
             if level is None:
-                of_rows.append(torch.full((self.num_heads,), -1))
+                of_rows += [-1] * heads
                 continue
             levels.append(level.to(like))
-            of_rows.append(torch.arange(self.num_heads) % len(level) + at)
+            of_rows += [at + head % len(level) for head in range(heads)]
             at += len(level)
-        return torch.cat(levels), torch.cat(of_rows).to(like.device)
+        return torch.cat(levels), torch.tensor(of_rows, dtype=torch.int64, device=like.device)
 
     def evidence(self) -> dict[str, ChanceComparison]:
         """Return name of a statistic -> its comparison with chance, for the statistics whose chance level is known."""
@@ -435,21 +451,23 @@ class RunningSummary:
         0 where no query counts, NaN where all that would count are NaN or infinite.
         """
         check_summary_name(of)
-        sums, found = self._sums_of_queries, {}
-        exact = None
+        sums, places = self._sums_of_queries, self.rows_of_statistics()
+        chosen = [name for name in places if names is None or name in names]
         if of == "mean":
-            exact = sums.mean
+            values = sums.mean
         elif of == "max" and not bool(sums.maximum.isnan().any()):  # unknown in files of earlier versions
-            exact = sums.maximum.masked_fill(sums.num_queries == 0, 0)
-        for name, rows in self.rows_of_statistics().items():
-            if names is None or name in names:
-                share = QUANTILE_OF_SUMMARY.get(of, 1.0)
-                values = self._quantiles(sums.rows(rows), rows, share) if exact is None else exact[rows]
-                found[name] = nan_where_nothing_is_finite(values, sums.num_queries[rows], sums.num_nonfinite[rows])
-        return found
+            values = sums.maximum.masked_fill(sums.num_queries == 0, 0)
+        else:
+            values = torch.zeros_like(sums.mean)
+            for name in chosen:
+                rows = places[name]
+                values[rows] = self._quantiles(sums.rows(rows), rows, QUANTILE_OF_SUMMARY[of])
+        values = nan_where_nothing_is_finite(values, sums.num_queries, sums.num_nonfinite)
+        return {name: values[places[name]] for name in chosen}
 
     def _quantiles(self, sums: StatisticSums, rows: slice, share: float) -> Tensor:
         """Return the quantile below which a share of the values of each row lies, within 1 %: (rows,) float64."""
+        assert self.keeps_quantiles
         return quantile_of_bins(self.bins[rows], sums, share)
 
     def filled_bins(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
@@ -462,18 +480,19 @@ class RunningSummary:
         """Return the state on the CPU without open texts, and of the histograms only the bins that are not empty."""
         bins, sums, blocks = self.bins, self.sums, self.blocks
         place = bins.nonzero()
-        state = {**self.__dict__, "_bins": (len(bins), place, bins[tuple(place.unbind(1))])}
+        state = {**self.__dict__, "_bins": (bins.shape, place, bins[tuple(place.unbind(1))])}
         return state | {"_closed": sums, "_blocks": _no_moments(0) if blocks is None else blocks, "_open": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the histograms from the bins that are not empty."""
-        rows, place, counts = state["_bins"]
-        self.__dict__.update(state, _bins=empty_histograms(rows))
+        (rows, columns), place, counts = state["_bins"]
+        self.__dict__.update(state, _bins=empty_histograms(rows, columns // 2))
         self._bins[tuple(place.unbind(1))] = counts
 
 
 def _with_texts(sums: StatisticSums, texts: OpenTexts) -> StatisticSums:
     """Return sums of rows with the means of some texts added."""
+    texts.grow(len(sums.mean), sums.mean.device)
     moments = merge_moments((sums.num_texts, sums.excess, sums.excess_squares), texts.moments())
     return sums._replace(num_texts=moments[0], excess=moments[1], excess_squares=moments[2])
 
@@ -488,10 +507,10 @@ def _as_float(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def empty_histograms(rows: int) -> Tensor:
-    """Return histograms without values, (rows, 2 * NUM_BINS) int64."""
+def empty_histograms(rows: int, num_bins: int = NUM_BINS) -> Tensor:
+    """Return histograms without values, (rows, 2 * num_bins) int64, of `num_bins` bins of each sign."""
     # np.zeros uses calloc, so memory pages without values take neither time nor memory.
-    return torch.from_numpy(np.zeros((rows, 2 * NUM_BINS), np.int64))
+    return torch.from_numpy(np.zeros((rows, 2 * num_bins), np.int64))
 
 
 def _sum_rows(
@@ -511,7 +530,8 @@ def _sum_rows(
     least, most = (
         torch.nn.functional.pad(known.masked_fill(~counted, none), (1, 0), value=none) for none in (inf, -inf)
     )
-    bins.scatter_add_(1, bin_of_value(values), counted.long())
+    if bins.shape[1] == 2 * NUM_BINS:
+        bins.scatter_add_(1, bin_of_value(values), counted.long())
     of_texts = [
         torch.stack([part.sum(-1) for part in each.split(lengths, 1)], 1).double() if lengths else known[:, :0]
         for each in (difference, counted)

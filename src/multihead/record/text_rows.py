@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -40,14 +41,25 @@ class MeasuredStatistic(NamedTuple):
     @staticmethod
     def of_rows(values: Tensor, counted: Tensor, chance: Tensor | None = None) -> MeasuredStatistic:
         """Create the statistic from its values, and from the rows that count if their value is finite."""
-        if values.is_cpu and bool(values.sum().isfinite()):  # on another device the host would wait for it
-            return MeasuredStatistic(values, counted, chance)
-        finite = values.isfinite()
-        return MeasuredStatistic(values, counted & finite, chance, counted & ~finite)
+        counted, nonfinite = finite_rows(values, counted)
+        return MeasuredStatistic(values, counted, chance, nonfinite)
 
     def rows_between(self, start: int, stop: int) -> MeasuredStatistic:
         """Slice the rows [start, stop)."""
         return MeasuredStatistic(*(None if each is None else each[:, start:stop] for each in self))  # type: ignore[arg-type]
+
+
+def finite_rows(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return which values count and are finite, and which count but are not, None if there are none; of equal shapes.
+
+    Args:
+        values: (..., heads, rows).
+        counted: (..., heads, rows) bool, True for values that count if they are finite.
+    """
+    if values.is_cpu and isfinite(float(values.sum())):  # on another device the host would wait for it
+        return counted, None
+    finite = values.isfinite()
+    return counted & finite, counted & ~finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +84,7 @@ class TextRows:
     places: Tensor | None = None
     occurred: Callable[[], Tensor] | None = None
     keys_before: Tensor | int = 0
+    _counted_by_offset: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     @staticmethod
     def of_text(positions: Tensor, num_keys: int | Tensor, ids: Tensor | None) -> TextRows:
@@ -121,6 +134,12 @@ class TextRows:
         """(rows,) int64, the number of each row's text."""
         return torch.arange(self.num_texts).repeat_interleave(self.ends.diff())
 
+    @cached_property
+    def end_with_their_keys(self) -> bool:
+        """Whether the last query of each text is that of its last key, so that the keys are the tokens of the text."""
+        last = self.ends[1:][self.ends.diff() > 0] - 1
+        return bool((self.positions[last] + 1 == self.num_keys[last]).all())
+
     def select(self, values: Tensor) -> Tensor:
         """Select the rows of a tensor of the call: (batch, heads, queries) -> (heads, rows)."""
         if values.shape[0] != 1:
@@ -135,16 +154,23 @@ class TextRows:
         """
         if ids is None:
             return self
-        return replace(self, occurred=lambda: _occurred_in_text(ids, self.text) & (self.positions < self.num_keys))
+        occurred = cache(lambda: _occurred_in_text(ids, self.text) & (self.positions < self.num_keys))
+        return replace(self, occurred=occurred)
 
     def counted(self, measured: Statistic, sees: Tensor) -> Tensor:
         """Return which rows count in the summary of a statistic, see `Statistic.counted`: (heads, rows) bool."""
         if measured.counted == "repeated":
             return sees if self.occurred is None else sees & self.occurred().to(sees.device)
         if measured.counted_offset is not None:
-            keys = self.positions + measured.counted_offset
-            return sees & ((keys >= self.keys_before) & (keys < self.num_keys)).to(sees.device)
+            return sees & self._count_by_key_at(measured.counted_offset).to(sees.device)
         return sees
+
+    def _count_by_key_at(self, offset: int) -> Tensor:
+        """Return which rows count because of the key at an offset, (rows,) bool; found once, as layers share rows."""
+        if offset not in self._counted_by_offset:
+            keys = self.positions + offset
+            self._counted_by_offset[offset] = (keys >= self.keys_before) & (keys < self.num_keys)
+        return self._counted_by_offset[offset]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,15 +206,19 @@ class MeasuredRows:
         )
 
     @cached_property
-    def statistics(self) -> dict[str, MeasuredStatistic]:
-        """Each statistic that has a mean, and which rows count in it."""
+    def of_queries(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each statistic that has a mean -> its values, and which rows count in it if their value is finite."""
         found = {}
         for name, values in self.values.items():
             measured = statistic(name, self.own)
             if measured.has_mean:
-                counted = self.rows.counted(measured, self.sees).to(values.device)
-                found[name] = MeasuredStatistic.of_rows(values, counted, self.chance.get(name))
+                found[name] = values, self.rows.counted(measured, self.sees).to(values.device)
         return found
+
+    @cached_property
+    def statistics(self) -> dict[str, MeasuredStatistic]:
+        """Each statistic that has a mean, and which rows count in it."""
+        return {name: MeasuredStatistic.of_rows(*each, self.chance.get(name)) for name, each in self.of_queries.items()}
 
     def by_text(self, windows: int = 1) -> list[dict[str, MeasuredStatistic]]:
         """Return the statistics of each text; each `windows` texts of the rows are windows of one."""
@@ -197,30 +227,30 @@ class MeasuredRows:
             for first, stop in pairwise(self.rows.ends[::windows].tolist())
         ]
 
-    def waiting(self, latest_offset: int) -> list[MeasuredRows]:
-        """Return per text the rows that may count because of a key that the text does not have yet.
+    def waiting(self, latest_offset: int) -> MeasuredRows:
+        """Return the rows that may count because of a key that their text does not have yet.
 
         Args:
             latest_offset: the largest offset of a key because of which a row counts.
         """
         rows = self.rows
         left = (rows.positions + latest_offset >= rows.num_keys).nonzero().flatten()
-        ends = torch.searchsorted(left, rows.ends)
         names = [name for name in self.values if (statistic(name, self.own).counted_offset or 0) > 0]
-        found = []
-        for first, stop in pairwise(ends.tolist()):
-            part = left[first:stop]
-            of_text = TextRows(torch.tensor([0, len(part)]), rows.positions[part], rows.num_keys[part])
-            there = part.to(self.sees.device)
-            found.append(
-                MeasuredRows(
-                    of_text,
-                    self.sees[:, there],
-                    {name: self.values[name][:, there] for name in names},
-                    {name: self.chance[name][:, there] for name in names if name in self.chance},
-                    self.own,
-                )
-            )
+        of_texts = TextRows(torch.searchsorted(left, rows.ends), rows.positions[left], rows.num_keys[left])
+        there = left.to(self.sees.device)
+        chance = {name: self.chance[name][:, there] for name in names if name in self.chance}
+        values = {name: self.values[name][:, there] for name in names}
+        return MeasuredRows(of_texts, self.sees[:, there], values, chance, self.own)
+
+    def texts(self) -> list[MeasuredRows]:
+        """Return the rows of each text alone."""
+        rows, found = self.rows, []
+        for first, stop in pairwise(rows.ends.tolist()):
+            part = slice(first, stop)
+            alone = TextRows(torch.tensor([0, stop - first]), rows.positions[part], rows.num_keys[part])
+            chance = {name: each[:, part] for name, each in self.chance.items()}
+            values = {name: each[:, part] for name, each in self.values.items()}
+            found.append(MeasuredRows(alone, self.sees[:, part], values, chance, self.own))
         return found
 
     def with_num_keys(self, num_keys: int) -> MeasuredRows:

@@ -199,8 +199,9 @@ def sum_rows(
     fits = dims == (2, 2, 2, 1, 1, 2) and tuple(each.dtype for each in given) == types
     fits = fits and values.shape == counted.shape and len(values) == len(level_of_row) == len(bins)
     fits = fits and levels.shape[1] == values.shape[1] and bins.shape[1] > 0 and bins.shape[1] % 2 == 0
-    fits = fits and len(ends) > 0 and int(ends[0]) == 0 and int(ends[-1]) == values.shape[1]
-    fits = fits and bool((ends.diff() >= 0).all()) and bool((level_of_row < len(levels)).all())
+    edges = ends.tolist() if fits else []
+    fits = bool(edges) and edges[0] == 0 and edges[-1] == values.shape[1] and edges == sorted(edges)
+    fits = fits and max(level_of_row.tolist(), default=-1) < len(levels)
     if not (fits and all(each.is_cpu and each.is_contiguous() for each in given)):
         described = ", ".join(f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in given)
         raise ArgumentError(
