@@ -21,6 +21,7 @@ from tests.browser.records import (
     other_run,
     partial,
     repeated,
+    several,
     statistics_only,
     translating,
     whole,
@@ -70,6 +71,7 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
         "medium": medium,
         "encoder decoder": encoder_decoder,
         "repeated": repeated,
+        "several": several,
     }
     with ExitStack() as servers:
         kept: dict[tuple[str, ...], str] = {}

@@ -12,7 +12,7 @@ import multihead as mh
 from multihead import masks
 from multihead.kernels.parts import PartName
 from multihead.observation.record import Record
-from multihead.probes import Probe
+from multihead.probes import DEFAULT, Probe
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
 from tests.families import batch_of, family
@@ -135,6 +135,38 @@ def inherited() -> Record:
     layer.name = "__proto__"
     names = ("entropy", "constructor", "__proto__", "toString", "hasOwnProperty")
     layer.samples[0].set_statistics(dict.fromkeys(names, layer.samples[0].statistics["entropy"]))
+    return seen
+
+
+TEXTS = {
+    "en": [
+        "the",
+        "keeper",
+        "wrote",
+        "a",
+        "letter",
+        "to",
+        "his",
+        "sister",
+        "and",
+        "his",
+        "sister",
+        "read",
+        "it",
+        "twice",
+    ],
+    "ar": ["القطة", "جلست", "على", "السجادة", "في", "البيت", "حتى", "الصباح"],
+    "zh": list("猫坐在垫子上，狗坐在门口。"),
+}
+
+
+@cache
+def several(texts: int = 3) -> Record:
+    """Several texts of different lengths, in English, Arabic and Chinese in turn."""
+    read = [list(TEXTS.values())[place % 3] for place in range(texts)]
+    seen = watch(20, heads=3, layers=2, lengths=[len(each) + 1 for each in read], probes=(*DEFAULT, "received"))
+    for sample, each in enumerate(read):
+        seen.set_text(Text(None, ["<s>", *each], [True, *[False] * len(each)]), sample=sample)
     return seen
 
 

@@ -41,13 +41,13 @@ class Page:
             code = planes[:count] << 8 | planes[count : 2 * count] if bits == 16 else planes[:count]
         return decoded(code, bits).view(shape)
 
-    def weights(self, layer: int, head: int) -> Tensor:
-        """One head's weights, (queries, keys)."""
-        return self.root(f"0/{layer}/{head}")
+    def weights(self, layer: int, head: int, sample: int = 0) -> Tensor:
+        """One head's weights on a text of the page, (queries, keys)."""
+        return self.root(f"0/{sample}/{layer}/{head}")
 
     def largest(self, layer: int, head: int) -> tuple[Tensor, Tensor]:
         """One head's largest weights and their keys, (queries, number) each."""
-        name = f"0/{layer}/{head} largest"
+        name = f"0/0/{layer}/{head} largest"
         planes = self.unpacked(name).view(-1, *self.arrays[name]["shape"])
         steps = torch.zeros_like(planes[0])
         for plane in planes[1 if self.arrays[name]["coding"] == "root8" else 2 :]:

@@ -23,9 +23,9 @@ def size(kept: page_budget.StoredMaps) -> int:
 def test_with_room_every_weight_is_held_in_sixteen_bits() -> None:
     kept = page_budget.encode_fitting_maps(a_record(), sample=0, room=10_000_000)
     assert (kept.mode, kept.bits_per_weight, kept.why_incomplete) == ("whole", 16, "")
-    heads = {"0/0/0", "0/0/1", "0/0/2", "0/1/0", "0/1/1"}
+    heads = {"0/0/0/0", "0/0/0/1", "0/0/0/2", "0/0/1/0", "0/0/1/1"}
     maps = {f"runs/0/samples/0/layers/{layer}/maps" for layer in (0, 1)}
-    margins = {f"0/{layer} {name}" for layer in (0, 1) for name in ("received", "entropy")}
+    margins = {f"0/0/{layer} {name}" for layer in (0, 1) for name in ("received", "entropy")}
     assert set(kept.arrays.contents) == set(kept.arrays.descriptions) == heads | maps | margins
     assert 0 < kept.largest_rounding_error <= 1.6e-5
 

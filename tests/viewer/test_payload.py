@@ -37,7 +37,12 @@ def test_a_run_says_its_name_and_how_long_its_texts_are() -> None:
         "name": "a.safetensors",
         "title": "ModuleList",
         "keep": "all",
-        "samples": [{"queries": 9, "keys": 9, "opening": ""}, {"queries": 4, "keys": 4, "opening": ""}],
+        "texts": 2,
+        "comparable": True,
+        "samples": [
+            {"number": 1, "queries": 9, "keys": 9, "opening": ""},
+            {"number": 2, "queries": 4, "keys": 4, "opening": ""},
+        ],
     }
 
 

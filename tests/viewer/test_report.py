@@ -21,6 +21,7 @@ from multihead.viewer.report import format_rounding_error, sentence_on_stored_ma
 from tests.dense_record import DenseLayer, DenseRecord, DenseSample, random_weights, record_of
 from tests.observation.recorded import Tokenizer, ids, read
 from tests.viewer.page import Page
+from tests.viewer.watching import watch
 
 TOKENS = ["[CLS]", *[f"w{i}" for i in range(18)], "[SEP]"]
 SPECIAL = [True, *[False] * 18, True]
@@ -46,6 +47,56 @@ def test_the_page_holds_every_weight_of_a_short_text(tmp_path: Path) -> None:
     assert (summary.mode, summary.bits, summary.left_out) == ("whole", 16, "")
     assert summary.num_bytes == summary.path.stat().st_size
     assert str(summary) == f"{summary.path} ({summary.num_bytes / 1000:.0f} kB, every weight)"
+
+
+def test_a_page_of_several_texts_holds_each_of_them_and_what_the_heads_do_over_all(tmp_path: Path) -> None:
+    record = watch(40, heads=2, layers=2, lengths=(40, 12, 25))
+    summary = record.report(tmp_path / "page.html")
+    page = Page(summary.path)
+    assert (summary.mode, summary.left_out) == ("whole", "")
+    for sample in range(3):
+        for layer in record.layers:
+            right = layer.weights(1, sample=sample)
+            assert (page.weights(layer.number, 1, sample) - right).abs().max() <= summary.rounding + 1e-12
+    plain = page.held["plain"]
+    assert [plain[f"runs/0/samples/{sample}"]["lead"] for sample in range(3)] == [
+        "4 attention heads, as they read text 1 of 3, of 40 tokens.",
+        "4 attention heads, as they read text 2 of 3, of 12 tokens.",
+        "4 attention heads, as they read text 3 of 3, of 25 tokens.",
+    ]
+    assert [one["keys"] for one in page.view["runs"][0]["samples"]] == [40, 12, 25]
+    found = plain["runs/0/texts"]["findings"]
+    assert [(one["layer"], one["head"], one["over_texts"]) for one in found] == [
+        (one.layer, one.head, None if one.over_texts is None else vars(one.over_texts)) for one in record.findings()
+    ]
+
+
+def test_a_page_of_one_of_several_texts_says_so(tmp_path: Path) -> None:
+    record = watch(40, heads=2, lengths=(40, 12))
+    page = Page(record.report(tmp_path / "page.html", sample=1).path)
+    assert page.data["lead"] == "2 attention heads, as they read text 2 of 2, of 12 tokens."
+    assert [one["number"] for one in page.view["runs"][0]["samples"]] == [2]
+    assert "runs/0/texts" not in page.held["plain"]
+    page = Page(record.report(tmp_path / "page.html", sample=1, lang="zh").path)
+    assert page.data["lead"] == "2 个注意力头，读第 2 段文本（共 2 段），12 个词元。"
+
+
+def test_maps_and_texts_that_do_not_fit_into_the_page_are_named(tmp_path: Path) -> None:
+    record = watch(90, heads=4, lengths=(90, 5, 90, 6), layers=2)
+    summary = record.report(tmp_path / "page.html", max_bytes=330_000)
+    assert summary.path.stat().st_size <= 330_000
+    page = Page(summary.path)
+    assert page.arrays["0/1/0/0"]["shape"] == [5, 5]
+    assert summary.left_out.startswith("Means over blocks and each query’s largest weights alone: texts 1, 3. ")
+    assert summary.left_out.endswith(" A page has at most 330 kB.")
+    assert summary.left_out in page.view["foot"]
+    stored = [page.held["plain"][f"runs/0/samples/{sample}"]["stored"] for sample in range(4)]
+    assert [sentence.startswith("Every weight is stored") for sentence in stored] == [False, True, False, True]
+    many = watch(4, heads=4, layers=8, batch=40)
+    summary = many.report(tmp_path / "page.html", max_bytes=300_000)
+    held = len(Page(summary.path).view["runs"][0]["samples"])
+    assert 1 < held < 40
+    assert summary.left_out == f"{40 - held} of 40 texts are not in this file. A page has at most 300 kB."
 
 
 def test_a_cell_that_may_not_be_seen_is_no_zero_on_the_page(tmp_path: Path) -> None:
@@ -245,7 +296,7 @@ def test_a_long_text_stays_under_twenty_megabytes_and_is_never_held_whole(tmp_pa
 
 
 def page_rounding(page: Page) -> str:
-    found = re.search(r"within ±([\d.]+) percentage points", page.view["foot"])
+    found = re.search(r"within ±([\d.]+) percentage points", page.data["stored"])
     assert found is not None
     return found[1]
 

@@ -92,14 +92,22 @@ def test_no_other_file_and_no_other_address_is_served(served: Served, path: str)
     )
 
 
+def test_the_heads_over_all_texts_are_those_of_the_record() -> None:
+    record = watch(40, heads=2, lengths=(40, 12))
+    with serving(RecordedRun("a.safetensors", record)) as served:
+        body = served.get("api/runs/0/texts").json
+    assert body["texts"] == 2
+    assert [one["sentence"] for one in body["findings"]] == [one.sentence for one in record.findings()]
+
+
 def test_the_view_lists_the_runs(served: Served) -> None:
     body = served.get("api/view").json
     assert body["lang"] == "zh"
     assert [run["name"] for run in body["runs"]] == ["a.safetensors", "b.safetensors", "c.safetensors"]
     assert [run["keep"] for run in body["runs"]] == ["all", "all", "statistics"]
     assert body["runs"][0]["samples"] == [
-        {"queries": LENGTH, "keys": LENGTH, "opening": "</script><script>alert(1)</script> t2 t3"},
-        {"queries": 41, "keys": 41, "opening": ""},
+        {"number": 1, "queries": LENGTH, "keys": LENGTH, "opening": "</script><script>alert(1)</script> t2 t3"},
+        {"number": 2, "queries": 41, "keys": 41, "opening": ""},
     ]
 
 

@@ -68,11 +68,11 @@ def written(*heads: SharedHead, fragment: str = "#a=L1H0&n=40&x=20&y=30&q=50", *
 def test_every_tile_of_a_head_is_in_the_file_bit_for_bit_if_it_fits() -> None:
     page = Page(written(a_head(1, 0)))
     one = RUN.record.layers[1].sample(0)
-    names = {name for name in page.packs if re.fullmatch(r"0/1/0 \d+ \d+ \d+ [01]", name)}
+    names = {name for name in page.packs if re.fullmatch(r"0/0/1/0 \d+ \d+ \d+ [01]", name)}
     assert {int(name.split()[1]) for name in names} == {0, 1, 2, 3}
-    whole = {f"0/1/0 0 {row} {column} 1" for row in range(2) for column in range(2)}
+    whole = {f"0/0/1/0 0 {row} {column} 1" for row in range(2) for column in range(2)}
     assert {name for name in names if name.split()[1] == "0"} == whole
-    assert {name for name in names if name.split()[1] == "1"} >= {"0/1/0 1 0 0 0", "0/1/0 1 0 0 1"}
+    assert {name for name in names if name.split()[1] == "1"} >= {"0/0/1/0 1 0 0 0", "0/0/1/0 1 0 0 1"}
     for name in names:
         level, row, column, sink = map(int, name.split()[1:])
         assert same(values(page, name), fine_tile(one, 0, level, row=row, column=column, sink=bool(sink))), name
@@ -80,10 +80,10 @@ def test_every_tile_of_a_head_is_in_the_file_bit_for_bit_if_it_fits() -> None:
 
 def test_the_weights_of_the_queries_around_the_chosen_one_are_in_the_file() -> None:
     page = Page(written(a_head(1, 0)))
-    rows = page.arrays["0/1/0 rows"]
+    rows = page.arrays["0/0/1/0 rows"]
     assert rows["first"] <= 50 < rows["first"] + rows["shape"][0]
     assert same(
-        values(page, "0/1/0 rows")[50 - rows["first"]],
+        values(page, "0/0/1/0 rows")[50 - rows["first"]],
         weights_of_queries(RUN.record.layers[1].sample(0), 0, slice(50, 51))[0],
     )
 
@@ -126,7 +126,7 @@ def test_the_server_returns_the_file_with_two_heads_of_two_records(served: Serve
     assert answer.headers["content-disposition"] == 'attachment; filename="ModuleList-L1H0-L0H1.html"'
     page = Page(answer.body)
     assert page.held["place"] == "#a=L1H0&b=L0H1&v=ab&n=30&rb=1"
-    assert {name.split()[0] for name in page.packs if name.endswith(" rows")} == {"0/1/0", "1/0/1"}
+    assert {name.split()[0] for name in page.packs if name.endswith(" rows")} == {"0/0/1/0", "1/0/0/1"}
     assert [each["name"] for each in page.view["runs"]] == ["run 0.safetensors", "run 1.safetensors"]
     assert "runs/1/samples/0/layers/0/maps" in page.packs
     assert values(page, "runs/0/samples/0/layers/1/maps").shape[0] == 2

@@ -53,7 +53,14 @@ def print_heads(
     texts = [text for each in inputs for text in each.texts]
     # With two texts, "the first token" is not one token.
     tokens = texts[0].tokens if len(texts) == 1 else None
-    found = findings(profiles, tokens=tokens, special=texts[0].special, lang=lang, among=record.all_kinds)
+    found = findings(
+        profiles,
+        tokens=tokens,
+        special=texts[0].special,
+        lang=lang,
+        among=record.all_kinds,
+        by_text=record.profiles_by_text(),
+    )
     click.echo("\n" + text("look.highlights" if found else "common.nothing stands out", lang))
     for finding in found:
         print_sentence(console, str(finding), indent=2)

@@ -24,7 +24,14 @@ from multihead.probes.probe import Probe, Statistic
 from multihead.record import loading, merging, notebook, plots, saving
 from multihead.record.analysis.changes import ChangedHead, changes
 from multihead.record.analysis.find import FoundHead, ValueRange, find
-from multihead.record.analysis.highlights import Finding, HeadKind, findings, heads_of_kinds, heads_of_short_table
+from multihead.record.analysis.highlights import (
+    MAX_TEXTS_COMPARED,
+    Finding,
+    HeadKind,
+    findings,
+    heads_of_kinds,
+    heads_of_short_table,
+)
 from multihead.record.analysis.similar import NearHead, nearest
 from multihead.record.batch import SLICING_LOCK, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordContents, layer_profiles, texts_of
@@ -257,6 +264,9 @@ class Record:
         by three standard errors, over texts if there are at least four, else over blocks of the queries. A model with
         random weights has no such heads.
 
+        Over several texts, at most 200, each finding has `over_texts`: the standard deviation of the value over the
+        texts, and in how many of them, each taken alone, the head has the kind.
+
         Args:
             sample: which text; None takes all of them together.
             lang: "en" or "zh".
@@ -276,7 +286,22 @@ class Record:
         profiles = self.profiles(sample=sample)
         texts = self.texts
         text = texts[sample or 0] if texts and (sample is not None or len(texts) == 1) else Text()
-        return findings(profiles, tokens=text.tokens, special=text.special, lang=lang, among=self.all_kinds)
+        by_text = self.profiles_by_text() if sample is None else []
+        return findings(
+            profiles, tokens=text.tokens, special=text.special, lang=lang, among=self.all_kinds, by_text=by_text
+        )
+
+    def profiles_by_text(self) -> list[list[LayerProfile]]:
+        """Return `profiles` of each text alone; [] for one text, for more than `MAX_TEXTS_COMPARED`, and for a summary.
+
+        Raises:
+            ProbeError: a layer has read no text.
+        """
+        numbers = {layer.num_samples for layer in self.layers}
+        kept = all(layer.running_summary is None for layer in self.layers)
+        if not kept or len(numbers) != 1 or not 1 < (texts := numbers.pop()) <= MAX_TEXTS_COMPARED:
+            return []
+        return [self.profiles(sample=sample) for sample in range(texts)]
 
     @overload
     def profiles(
@@ -473,7 +498,7 @@ class Record:
         """Return the HTML that a notebook shows: a table with one row per head."""
         rows = self.table().rows if self.layers else []
         if len(rows) > notebook.MAX_SHOWN_HEADS and self._has_kinds:
-            telling = heads_of_short_table(self.findings(), self.kinds())
+            telling = heads_of_short_table(findings(self.profiles(), among=self.all_kinds), self.kinds())
             rows = sorted(rows, key=lambda row: telling.get((row["layer"], row["head"]), len(telling)))
         return notebook.html_of_table(
             self.title or "Record", self._contents(), rows, ["layer", "head", "name"], self.statistics
@@ -597,12 +622,14 @@ class Record:
         _check_records("A further argument", *others)
         return function_of_viewer("widget.view", "View")(self, *others, lang=lang, height=height, linked=linked)
 
-    def report(self, path: str | os.PathLike[str], *, sample: int = 0, lang: str = "en", **options: Any) -> Any:
-        """Write one page that shows every head, and opens without a server.
+    def report(
+        self, path: str | os.PathLike[str], *, sample: int | None = None, lang: str = "en", **options: Any
+    ) -> Any:
+        """Write one page that shows every head, with a switch between the texts, and opens without a server.
 
         Args:
             path: the file to write, such as "page.html"; an existing one is replaced.
-            sample: which text.
+            sample: the only text of the page; None: all texts.
             lang: the language of the page, "en" or "zh".
             options: further arguments of `multihead.viewer.write_report`, such as `max_bytes`.
 

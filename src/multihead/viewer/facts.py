@@ -44,17 +44,26 @@ def facts_of_record(
 
 
 def lead_sentence(record: Record, profiles: Sequence[LayerProfile], tokens: int, *, sample: int, lang: str) -> str:
-    """Return the sentence under the page's title, with the numbers of heads and of tokens or image patches."""
+    """Return the sentence under the page's title, with the numbers of heads and of tokens or image patches.
+
+    Of several texts it names the number of the text.
+    """
     heads = sum(len(one.kinds) for one in profiles)
+    texts = max((layer.num_samples for layer in record.layers), default=0)
+    values = {"heads": f"{heads:,}", "tokens": f"{tokens:,}", "number": f"{sample + 1:,}", "texts": f"{texts:,}"}
     crossing = [layer.sample(sample) for layer in record.layers if layer.sample(sample).cross_attention]
+    key = "lead" if heads > 1 and tokens > 1 else "lead one"
     if crossing and "encoder" in roles(record.layers, sample=sample):
-        one = crossing[0]
-        values = {"heads": f"{heads:,}", "keys": f"{one.num_keys:,}", "queries": f"{one.num_queries:,}"}
-        return text("viewer.lead two", lang, **values)
-    if (patches := record.layers[0].sample(sample).text.patches) is not None:
-        return text("viewer.lead image", lang, heads=f"{heads:,}", rows=patches[0], columns=patches[1])
-    key = "viewer.lead" if heads > 1 and tokens > 1 else "viewer.lead one"
-    return text(key, lang, heads=f"{heads:,}", tokens=f"{tokens:,}")
+        key = "lead two"
+        values |= {"keys": f"{crossing[0].num_keys:,}", "queries": f"{crossing[0].num_queries:,}"}
+    elif (patches := record.layers[0].sample(sample).text.patches) is not None:
+        key = "lead image"
+        values |= {"rows": str(patches[0]), "columns": str(patches[1])}
+    elif texts > 1 and key == "lead":
+        return text("viewer.lead text", lang, **values)
+    found = text(f"viewer.{key}", lang, **values)
+    number = text("viewer.sample of", lang, **values)
+    return found if texts == 1 else found + text("common.join.sentences", lang) + number
 
 
 def name_masks(profiles: Sequence[LayerProfile], lang: str) -> str:

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
     from multihead.observation.record import Record
     from multihead.record.repeated import RepeatedTokens
+    from multihead.viewer.payload import PageText
     from multihead.viewer.report import ReportSummary
 
 __all__ = ["look"]
@@ -430,21 +431,31 @@ def write_page_of_run(
         locale("viewer.fact.head size", lang): str(one.head_dim),
         locale("viewer.fact.precision", lang): str(one.dtype).removeprefix("torch."),
     }
-    main = inputs[0].texts[0]
-    has_offsets = any(stop for _, stop in main.offsets)
     return write_report(
         record,
         out,
-        tokens=main.tokens,
-        special=main.special,
-        text=main.text if has_offsets else None,
-        offsets=main.offsets if has_offsets else None,
-        unknown=main.unknown,
+        texts=[_page_text(each.texts[0]) for each in inputs],
         facts=facts,
         lang=lang,
         profiles=profiles,
         progress=progress,
     )
+
+
+def _page_text(read: EncodedText) -> PageText:
+    """Return a text as its page shows it: in the spelling in which it was given, if the tokenizer has offsets."""
+    from multihead.viewer.payload import PageText
+    from multihead.viewer.tokens import layout_of_tokens
+
+    has_offsets = any(stop for _, stop in read.offsets)
+    layout = layout_of_tokens(
+        read.tokens,
+        special=read.special,
+        unknown=read.unknown,
+        text=read.text if has_offsets else None,
+        offsets=read.offsets if has_offsets else None,
+    )
+    return PageText(len(read.tokens), read.tokens, read.special, layout, given_by_caller=True)
 
 
 def measure_on_repeated_tokens(

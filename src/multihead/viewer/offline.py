@@ -59,18 +59,25 @@ class PackedArrays:
         self.descriptions |= group.descriptions
 
 
-def answers_in_file(view: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def answers_in_file(
+    view: Mapping[str, Any],
+    samples: Sequence[Sequence[Mapping[str, Any]]],
+    all_texts: Mapping[str, Any] | None = None,
+) -> dict[str, Mapping[str, Any]]:
     """Return path of a request -> its answer as JSON, for the requests that a page in one file answers itself.
 
     Args:
         view: the result of `payload.describe_view`.
-        samples: per record of the page, the result of `payload.describe_sample`.
+        samples: per record of the page, the result of `payload.describe_sample` for each of its texts.
+        all_texts: the result of `payload.describe_all_texts` for the first record; None if the page has one text.
     """
     answers = {"view": view}
-    for run, sample in enumerate(samples):
-        answers[f"runs/{run}/samples/0"] = sample
-        answers[f"runs/{run}/samples/0/levels"] = {"state": "ready", "done": 1, "total": 1, "inMemory": False}
-    return answers
+    for run, of_run in enumerate(samples):
+        for place, sample in enumerate(of_run):
+            path = f"runs/{run}/samples/{place}"
+            answers[path] = sample
+            answers[f"{path}/levels"] = {"state": "ready", "done": 1, "total": 1, "inMemory": False}
+    return answers if all_texts is None else answers | {"runs/0/texts": all_texts}
 
 
 def offline_page(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +56,7 @@ class StoredMaps:
         weights_per_query: number of weights stored per query, in mode "largest"; else 0.
         largest_rounding_error: the largest difference between a weight and its stored value, as a share (0 to 1).
         arrays: the stored arrays.
+        place: index of the text among those of the page.
         weights_per_cell: per layer, the rows and columns of weights per cell of its pooled maps; None for a layer
             without stored pooled maps.
         map_size: rows and columns of the largest pooled map.
@@ -67,12 +68,15 @@ class StoredMaps:
     weights_per_query: int = 0
     largest_rounding_error: float = 0.0
     arrays: PackedArrays = field(default_factory=PackedArrays)
+    place: int = 0
     weights_per_cell: list[tuple[int, int] | None] = field(default_factory=list)
     map_size: tuple[int, int] = (0, 0)
 
     def limit_layer_to_stored_maps(self, index: int, layer: dict[str, Any]) -> dict[str, Any]:
         """Return the description of a layer for the page's script, reduced to the maps that the page stores."""
-        margins = [name for name in layer["margins"] if f"0/{layer['number']} {name}" in self.arrays.descriptions]
+        margins = [
+            name for name in layer["margins"] if f"0/{self.place}/{layer['number']} {name}" in self.arrays.descriptions
+        ]
         if self.mode == "whole":
             return layer | {"margins": margins}
         block = self.weights_per_cell[index] if self.mode != "none" else None
@@ -84,60 +88,91 @@ class StoredMaps:
         }
 
 
-def encode_fitting_maps(record: Record, *, sample: int, room: int, progress: Progress | None = None) -> StoredMaps:
-    """Encode as much of the maps of a record as fits into `room` bytes, layer by layer and head by head.
+def encode_maps_of_texts(
+    record: Record, samples: Sequence[int], *, room: int, progress: Progress | None = None
+) -> list[StoredMaps]:
+    """Encode as much of the maps of texts as fits into `room` bytes: an equal share each, and what others leave."""
+    sizes = [_count_weights(_samples_of_layers(record, sample)) for sample in samples]
+    heads = sum(layer.num_heads for layer in record.layers)
+    found: dict[int, StoredMaps] = {}
+    for done, place in enumerate(sorted(range(len(samples)), key=lambda place: sizes[place])):  # small ones leave room
+
+        def report(heads_done: int, _: int, before: int = done * heads) -> None:
+            if progress is not None:
+                progress(before + heads_done, heads * len(samples))
+
+        share = room // (len(samples) - done)
+        found[place] = encode_fitting_maps(record, sample=samples[place], place=place, room=share, progress=report)
+        room -= int(found[place].arrays.num_bytes)
+    return [found[place] for place in range(len(samples))]
+
+
+def encode_fitting_maps(
+    record: Record, *, sample: int, room: int, place: int = 0, progress: Progress | None = None
+) -> StoredMaps:
+    """Encode as much of the maps of a text as fits into `room` bytes, layer by layer and head by head.
 
     First choice: every weight in 16 bits, then in 12. If neither fits: pooled maps of 64 x 64 (or 32, 16, 8), and in
     the remaining bytes each query's largest weights, with 16 bits or, if these are few, with 8 bits each; for a long
     text with more than `MAX_READ_WEIGHTS` weights, only the single largest weight per query, from the statistics.
     """
-    samples = {layer.number: layer.sample(sample) for layer in record.layers}
+    samples = _samples_of_layers(record, sample)
     has_weights = all(one.keeps_weights for one in samples.values())
     report = progress or (lambda done, total: None)
     # No measured map compresses below a tenth of a byte per weight, so maps with more weights are not tried.
     if has_weights and _count_weights(samples) <= min(room * 10, MAX_READ_WEIGHTS):
         for bits in (16, 12):
             with suppress(PageFullError):
-                return _encode_whole_maps(samples, bits, PackedArrays(room), report)
+                return _encode_whole_maps(samples, bits, PackedArrays(room), place, report)
     for map_size in (MAX_BLOCKS_PER_SIDE, 32, 16, 8):
         with suppress(PageFullError):
-            return _encode_pooled_maps(samples, map_size, PackedArrays(room), report, has_weights=has_weights)
-    return StoredMaps(why_incomplete="room")
+            return _encode_pooled_maps(samples, map_size, PackedArrays(room), place, report, has_weights=has_weights)
+    return StoredMaps(why_incomplete="room", place=place)
 
 
-def _encode_whole_maps(samples: _SampleOfLayer, bits: int, arrays: PackedArrays, report: Progress) -> StoredMaps:
+def _samples_of_layers(record: Record, sample: int) -> _SampleOfLayer:
+    return {layer.number: layer.sample(sample) for layer in record.layers}
+
+
+def _encode_whole_maps(
+    samples: _SampleOfLayer, bits: int, arrays: PackedArrays, place: int, report: Progress
+) -> StoredMaps:
     rounding = maps.LargestRoundingError()
     total, done = _count_heads(samples), 0
     for number, one in samples.items():
         if max(one.num_queries, one.num_keys) > MAX_UNPOOLED_SIZE:
             small = _pooled_maps_of_layer(one, MAX_BLOCKS_PER_SIDE)
-            _add_pooled_maps(arrays, number, small, one, maps.LargestRoundingError())
-        _add_margins(arrays, number, one)
+            _add_pooled_maps(arrays, place, number, small, one, maps.LargestRoundingError())
+        _add_margins(arrays, place, number, one)
         for head in range(one.num_heads):
             content = maps.encode_all_weights(one, head, bits=bits, rounding=rounding)
-            arrays.add(f"0/{number}/{head}", content, shape=[one.num_queries, one.num_keys], coding=f"root{bits}")
+            arrays.add(
+                f"0/{place}/{number}/{head}", content, shape=[one.num_queries, one.num_keys], coding=f"root{bits}"
+            )
             done += 1
             report(done, total)
-    return StoredMaps("whole", bits_per_weight=bits, largest_rounding_error=rounding.largest, arrays=arrays)
+    return StoredMaps(
+        "whole", bits_per_weight=bits, largest_rounding_error=rounding.largest, arrays=arrays, place=place
+    )
 
 
 def _encode_pooled_maps(
-    samples: _SampleOfLayer, map_size: int, arrays: PackedArrays, report: Progress, *, has_weights: bool
+    samples: _SampleOfLayer, map_size: int, arrays: PackedArrays, place: int, report: Progress, *, has_weights: bool
 ) -> StoredMaps:
     rounding = maps.LargestRoundingError()
     found = {number: _pooled_maps_of_layer(one, map_size) for number, one in samples.items()}
     sides = [small.shape[-2:] for small in found.values() if small is not None]
     if not sides:
-        return StoredMaps(why_incomplete="statistics")
-    store = StoredMaps("pooled", "room" if has_weights else "statistics", arrays=arrays)
+        return StoredMaps(why_incomplete="statistics", place=place)
+    store = StoredMaps("pooled", "room" if has_weights else "statistics", arrays=arrays, place=place)
     store.map_size = max(rows for rows, _ in sides), max(columns for _, columns in sides)
     store.weights_per_cell = [
-        _add_pooled_maps(arrays, number, small, samples[number], rounding) for number, small in found.items()
+        _add_pooled_maps(arrays, place, number, small, samples[number], rounding) for number, small in found.items()
     ]
     with suppress(PageFullError):
         with arrays.adding_all_or_none() as margins:
             for number, one in samples.items():
-                _add_margins(margins, number, one)
+                _add_margins(margins, place, number, one)
         if has_weights:
             _add_largest_weights(samples, store, rounding, report)
     store.largest_rounding_error = rounding.largest
@@ -182,7 +217,13 @@ def _add_weights_of_queries(
         for layer, one in samples.items():
             shape = [one.num_queries, min(number, one.num_keys)]
             for head, content in enumerate(encode(one)):
-                group.add(f"0/{layer}/{head} largest", content, shape=shape, coding=f"root{bits}", keys=one.num_keys)
+                group.add(
+                    f"0/{store.place}/{layer}/{head} largest",
+                    content,
+                    shape=shape,
+                    coding=f"root{bits}",
+                    keys=one.num_keys,
+                )
             done += one.num_heads
             report(done, total)
     store.mode, store.weights_per_query, store.bits_per_weight = "largest", number, bits
@@ -224,19 +265,24 @@ def _pooled_maps_of_layer(sample: SampleRecord, size: int) -> Tensor | None:
 
 
 def _add_pooled_maps(
-    arrays: PackedArrays, number: int, small: Tensor | None, sample: SampleRecord, rounding: maps.LargestRoundingError
+    arrays: PackedArrays,
+    place: int,
+    number: int,
+    small: Tensor | None,
+    sample: SampleRecord,
+    rounding: maps.LargestRoundingError,
 ) -> tuple[int, int] | None:
     """Add the pooled maps of a layer, if it has any; returns the rows and columns of weights per cell."""
     if small is None:
         return None
     rows, columns = small.shape[-2:]
     block = -(-sample.num_queries // max(1, rows)), -(-sample.num_keys // max(1, columns))
-    name = f"runs/0/samples/0/layers/{number}/maps"
+    name = f"runs/0/samples/{place}/layers/{number}/maps"
     arrays.add(name, maps.pack_maps(small, rounding), shape=list(small.shape), coding="root16", block=block)
     return block
 
 
-def _add_margins(arrays: PackedArrays, number: int, sample: SampleRecord) -> None:
+def _add_margins(arrays: PackedArrays, place: int, number: int, sample: SampleRecord) -> None:
     """Add the strips at the margins of a layer's maps: the mean weight on each key, and each query's entropy."""
     for name in MARGINS_OF_MAP:
         if name in sample.statistics:
@@ -244,7 +290,7 @@ def _add_margins(arrays: PackedArrays, number: int, sample: SampleRecord) -> Non
             values = maps.average_bins(every, MAX_BARS_PER_STRIP)
             top = float(values.nan_to_num(nan=0.0).max())
             content = maps.pack_margins(values, top)
-            arrays.add(f"0/{number} {name}", content, shape=list(values.shape), coding="linear16", top=top)
+            arrays.add(f"0/{place}/{number} {name}", content, shape=list(values.shape), coding="linear16", top=top)
 
 
 def _count_heads(samples: _SampleOfLayer) -> int:

@@ -16,7 +16,7 @@ from multihead.locale.texts import text
 from multihead.probes.catalogue import POOLED_MAP, RECEIVED, SEPARATOR_MASS
 from multihead.probes.choices import MARGINS_OF_MAP
 from multihead.record.analysis.changes import ChangedHead, summarise_changes
-from multihead.record.analysis.highlights import findings
+from multihead.record.analysis.highlights import MAX_TEXTS_COMPARED, findings
 from multihead.record.analysis.roles import roles, rows_with_roles
 from multihead.record.analysis.similar import affordable_queries
 from multihead.record.profiles import LayerProfile
@@ -100,17 +100,30 @@ def describe_view(
 
 
 def describe_run(run: RecordedRun) -> dict[str, Any]:
-    """Describe a record: its name, whether q and k were kept, and the lengths of its texts in tokens."""
+    """Describe a record: its name, whether q and k were kept, its texts, and whether these are described together."""
     samples = [run.record.layers[0].sample(index) for index in range(run.num_samples)]
     return {
         "name": escape_controls(run.name),
         "title": escape_controls(run.record.title),
         "keep": "all" if all(run.keeps_weights(index) for index in range(run.num_samples)) else "statistics",
+        "texts": run.num_samples,
+        "comparable": 1 < run.num_samples <= MAX_TEXTS_COMPARED,
         "samples": [
-            {"queries": one.num_queries, "keys": one.num_keys, "opening": _first_words(run.record, index)}
+            {
+                "number": index + 1,
+                "queries": one.num_queries,
+                "keys": one.num_keys,
+                "opening": _first_words(run.record, index),
+            }
             for index, one in enumerate(samples)
         ],
     }
+
+
+def describe_all_texts(run: RecordedRun, lang: str = "en") -> dict[str, Any]:
+    """Describe the heads over all texts of a record: their findings, and how these differ from text to text."""
+    found = run.record.findings(lang=lang)
+    return {"texts": run.num_samples, "findings": [asdict(one) for one in found]}
 
 
 def _first_words(record: Record, sample: int) -> str:

@@ -1,4 +1,4 @@
-"""Write a record as one self-contained HTML page: every head, its numbers, its map.
+"""Write a record as one self-contained HTML page: every head, its numbers, its map, on one text or on several.
 
 A report is the viewer's page with its data: `static/view/offline.js` replaces `fetch`. The data determines what the
 page can show: `blocks` of a layer lists the cell sizes of its map in weights, `rows` which weights of a query are
@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +28,14 @@ from multihead.locale.texts import check_language
 from multihead.locale.texts import text as locale
 from multihead.record.profiles import LayerProfile
 from multihead.viewer.facts import readable_size
-from multihead.viewer.offline import answers_in_file, offline_page
-from multihead.viewer.page import installed_version
-from multihead.viewer.page_budget import Progress, StoredMaps, encode_fitting_maps
+from multihead.viewer.offline import PackedArrays, answers_in_file, offline_page
+from multihead.viewer.page import installed_version, json_in_script
+from multihead.viewer.page_budget import Progress, StoredMaps, encode_maps_of_texts
 from multihead.viewer.payload import (
     PageText,
     RecordedRun,
     cross_attention_text,
+    describe_all_texts,
     describe_run,
     describe_sample,
     describe_view,
@@ -45,6 +47,10 @@ if TYPE_CHECKING:
     from multihead.observation.record import Record
 
 
+MODES = ("whole", "largest", "pooled", "none")
+"""What a page may store of the maps of a text, from all weights to nothing."""
+
+
 @dataclass(frozen=True)
 class ReportSummary:
     """Path, size and contents of a written page.
@@ -53,7 +59,7 @@ class ReportSummary:
         path: path of the page.
         num_bytes: size of the page in bytes.
         mode: which attention weights the page stores: "whole" (all), "largest" (the largest of each query), "pooled"
-            (only means over blocks) or "none".
+            (only means over blocks) or "none"; of several texts, the least of them.
         bits: bits per stored attention weight; 0 if the page stores pooled maps or statistics alone.
         largest_per_query: number of weights stored per query if only the largest are stored, else 0.
         rounding: largest difference between an attention weight and its stored value (weights are from 0 to 1).
@@ -92,13 +98,14 @@ def write_report(
     unknown: Sequence[bool] | None = None,
     key_tokens: Sequence[str] | None = None,
     facts: Mapping[str, str] | None = None,
-    sample: int = 0,
+    sample: int | None = None,
     max_bytes: int = 20_000_000,
     lang: str = "en",
     profiles: Sequence[LayerProfile] | None = None,
     progress: Progress | None = None,
+    texts: Sequence[PageText] = (),
 ) -> ReportSummary:
-    """Write a record as one self-contained page.
+    """Write a record as one self-contained page, with a switch between its texts if there are several.
 
     The page stores every weight if it stays under `max_bytes`; otherwise it stores pooled maps and as many of each
     query's largest weights as fit, and lists what it leaves out. Maps are read layer by layer and head by head. The
@@ -108,18 +115,20 @@ def write_report(
         record: the result of `observe`.
         path: the file to write; an existing one is replaced.
         title: the page's heading, such as the model's name; by default the title of the record.
-        tokens: the tokens of the text, decoded, one per position; by default those of the record, else positions.
+        tokens: the tokens of the only text of the page, decoded, one per position; by default those of the record, else
+            positions.
         special: one flag per token, True for a special token such as [CLS].
         text: the original text; with `offsets` the page keeps its spelling and spaces.
         offsets: (start, stop) of each token in `text`, in characters; (0, 0) for a special token.
         unknown: one flag per token, True for a token missing from the vocabulary.
         key_tokens: the tokens of the other text, if some layers attend to one (cross-attention).
         facts: label -> value, added to the row of facts (head size, precision).
-        sample: index of the text in the record.
-        max_bytes: maximum size of the page, in bytes.
+        sample: index of the only text of the page; None: all texts, or the first one if `tokens` are given.
+        max_bytes: maximum size of the page, in bytes; texts that do not fit are left out, and named.
         lang: "en" or "zh".
-        profiles: the result of `layer_profiles` for this sample; computed if None.
+        profiles: the result of `Record.profiles` for the only text of the page; computed if None.
         progress: called with (heads done, total heads) while maps are stored.
+        texts: the texts of the record as they were written, one per sample; by default those of the record.
 
     Returns:
         Path, size and contents of the page.
@@ -144,45 +153,74 @@ def write_report(
     check_path("path", path)
     path = Path(path)
     _check_arguments(record, path, sample, max_bytes, lang)
-    texts = texts_of_record(record, sample)
-    if tokens is not None:
-        _check_tokens(record, tokens, sample)
-        layout = layout_of_tokens(tokens, special=special, unknown=unknown, text=text, offsets=offsets)
-        texts[0] = PageText(len(tokens), tokens, special, layout, given_by_caller=True)
-        if (other := cross_attention_text(record, sample, tokens)) is not None:
-            texts[1:] = [PageText.from_text(other, other.length)]
-    if key_tokens is not None:
-        texts[1:] = [PageText(len(key_tokens), key_tokens, None, layout_of_tokens(key_tokens), given_by_caller=True)]
     title = escape_controls(title or record.title)
     run = RecordedRun(title, record)
-    described = describe_sample(run, sample, lang, texts=texts, profiles=profiles)
-    described["facts"] = [*described["facts"], *(facts or {}).items()]
-    run_data = describe_run(run)
-    run_data |= {"title": title, "samples": [run_data["samples"][sample]]}
+    if sample is None and tokens is not None:
+        sample = 0
+    samples = range(run.num_samples) if sample is None else [sample]
+    written = {place: each for place, each in enumerate(texts) if place in samples}
+    if tokens is not None:
+        _check_tokens(record, tokens, samples[0])
+        layout = layout_of_tokens(tokens, special=special, unknown=unknown, text=text, offsets=offsets)
+        written[samples[0]] = PageText(len(tokens), tokens, special, layout, given_by_caller=True)
+
+    page = _Page([], describe_run(run) | {"title": title}, None, max_bytes, lang)
+    all_samples, left = page.run["samples"], float(max_bytes)
+    for each in samples:
+        shown = _texts_of_page(record, each, written.get(each), key_tokens)
+        one = describe_sample(run, each, lang, texts=shown, profiles=profiles if len(samples) == 1 else None)
+        one["facts"] = [*one["facts"], *(facts or {}).items()]
+        if page.described:
+            left -= len(json_in_script(one))
+            if left < 0:
+                break
+        page.described.append(one)
+        page.run["samples"] = [all_samples[each] for each in samples[: len(page.described)]]
+        if len(page.described) == 1:
+            left = (max_bytes - len(page.render([StoredMaps(why_incomplete="room")]))) / 2  # the rest is for maps
+    samples = samples[: len(page.described)]
+    if len(samples) > 1 and page.run["comparable"]:
+        page.all_texts = describe_all_texts(run, lang)
     # The maps get the bytes that the other parts of the page leave; some bytes are reserved for the sentences about the
     # maps.
-    bare = len(_render_page(described, run_data, StoredMaps(why_incomplete="room"), max_bytes, lang)) + 2000
+    without_maps = [StoredMaps(why_incomplete="room", place=place) for place in range(len(samples))]
+    bare = len(page.render(without_maps)) + 2000 + 400 * len(samples)
     if bare > max_bytes:
         raise ArgumentError(
             f"max_bytes is {max_bytes:,}, and this page needs {bare:,} bytes without any map.",
             "Increase max_bytes, or use a shorter text.",
         )
-    store = encode_fitting_maps(record, sample=sample, room=max_bytes - bare, progress=progress)
-    page = _render_page(described, run_data, store, max_bytes, lang)
-    write_atomically(path, page)
+    stores = encode_maps_of_texts(record, samples, room=max_bytes - bare, progress=progress)
+    content = page.render(stores)
+    write_atomically(path, content)
+    least = max(stores, key=lambda store: MODES.index(store.mode))
     return ReportSummary(
         path=path,
-        num_bytes=len(page),
-        mode=store.mode,
-        bits=store.bits_per_weight,
-        largest_per_query=store.weights_per_query,
-        rounding=store.largest_rounding_error,
-        left_out="" if store.mode == "whole" else sentence_on_stored_maps(store, max_bytes=max_bytes, lang=lang),
+        num_bytes=len(content),
+        mode=least.mode,
+        bits=least.bits_per_weight,
+        largest_per_query=least.weights_per_query,
+        rounding=max(store.largest_rounding_error for store in stores),
+        left_out=page.sentence_on_what_is_left_out(stores),
         lang=lang,
     )
 
 
-def _check_arguments(record: Record, path: Path, sample: int, max_bytes: int, lang: str) -> None:
+def _texts_of_page(
+    record: Record, sample: int, written: PageText | None, key_tokens: Sequence[str] | None
+) -> list[PageText]:
+    """Return the texts that the page shows of a sample: as written, or as recorded, and that of cross-attention."""
+    texts = texts_of_record(record, sample)
+    if written is not None and written.tokens is not None:
+        texts[0] = written
+        if (other := cross_attention_text(record, sample, written.tokens)) is not None:
+            texts[1:] = [PageText.from_text(other, other.length)]
+    if key_tokens is not None:
+        texts[1:] = [PageText(len(key_tokens), key_tokens, None, layout_of_tokens(key_tokens), given_by_caller=True)]
+    return texts
+
+
+def _check_arguments(record: Record, path: Path, sample: int | None, max_bytes: int, lang: str) -> None:
     """Reject arguments that cannot produce a page, before anything is read or written."""
     check_language(lang)
     if max_bytes <= 0:
@@ -191,7 +229,7 @@ def _check_arguments(record: Record, path: Path, sample: int, max_bytes: int, la
     if not record.layers:
         raise InputError("The record has no layer.", "Run the model inside observe() first.")
     samples = record.layers[0].num_samples
-    if not 0 <= sample < samples:
+    if sample is not None and not 0 <= sample < samples:
         raise ArgumentError(
             f"sample is {sample}, and the record has {samples} sample{'' if samples == 1 else 's'}.",
             "Give 0." if samples == 1 else f"Give 0 to {samples - 1}.",
@@ -209,17 +247,91 @@ def _check_tokens(record: Record, tokens: Sequence[str], sample: int) -> None:
         )
 
 
-def _render_page(described: dict[str, Any], run: dict[str, Any], store: StoredMaps, max_bytes: int, lang: str) -> bytes:
-    """Render the page as UTF-8 bytes, given the description of its text and of its run."""
-    layers = [store.limit_layer_to_stored_maps(index, layer) for index, layer in enumerate(described["layers"])]
-    stored = sentence_on_stored_maps(store, max_bytes=max_bytes, lang=lang)
-    foot = locale("viewer.foot file", lang, version=installed_version())
-    view = describe_view([run], lang, similar=store.mode == "whole") | {
-        "foot": foot + locale("common.join.sentences", lang) + stored,
-        "precision": locale("viewer.within", lang, rounding=format_rounding_error(store.largest_rounding_error)),
-    }
-    sample = described | {"layers": layers, "noMaps": "" if store.mode != "none" else described["noMaps"] or stored}
-    return offline_page(answers_in_file(view, [sample]), store.arrays)
+@dataclass
+class _Page:
+    """A page without its maps.
+
+    Attributes:
+        described: the description of each of its texts.
+        run: the description of the record.
+        all_texts: what the heads do over all texts; None for one text.
+        max_bytes: maximum size of the page.
+        lang: the language of the page.
+    """
+
+    described: list[dict[str, Any]]
+    run: dict[str, Any]
+    all_texts: dict[str, Any] | None
+    max_bytes: int
+    lang: str
+
+    def render(self, stores: Sequence[StoredMaps]) -> bytes:
+        """Render the page as UTF-8 bytes, with the stored maps of each text."""
+        parts = [locale("viewer.foot file", self.lang, version=installed_version())]
+        if len(stores) > 1:
+            parts.append(self.sentence_on_what_is_left_out(stores))
+        view = describe_view([self.run], self.lang, similar=any(store.mode == "whole" for store in stores)) | {
+            "foot": locale("common.join.sentences", self.lang).join(filter(None, parts))
+        }
+        arrays = PackedArrays()
+        samples = []
+        for described, store in zip(self.described, stores, strict=True):
+            arrays.contents |= store.arrays.contents
+            arrays.descriptions |= store.arrays.descriptions
+            stored = sentence_on_stored_maps(store, max_bytes=self.max_bytes, lang=self.lang)
+            layers = [store.limit_layer_to_stored_maps(place, layer) for place, layer in enumerate(described["layers"])]
+            samples.append(
+                described
+                | {
+                    "layers": layers,
+                    "noMaps": "" if store.mode != "none" else described["noMaps"] or stored,
+                    "stored": stored,
+                    "precision": locale(
+                        "viewer.within", self.lang, rounding=format_rounding_error(store.largest_rounding_error)
+                    ),
+                }
+            )
+        return offline_page(answers_in_file(view, [samples], self.all_texts), arrays)
+
+    def sentence_on_what_is_left_out(self, stores: Sequence[StoredMaps]) -> str:
+        """Return a sentence on the maps and the texts that the page leaves out; "" if it leaves out nothing."""
+        if self.run["texts"] == 1 or len(stores) == 1:
+            (store,) = stores
+            whole = store.mode == "whole"
+            return "" if whole else sentence_on_stored_maps(store, max_bytes=self.max_bytes, lang=self.lang)
+        numbers: dict[str, list[int]] = {}
+        for one, store in zip(self.run["samples"], stores, strict=True):
+            numbers.setdefault(store.mode, []).append(one["number"])
+        found = [
+            locale(f"report.texts.{mode}", self.lang, texts=_join_numbers(numbers[mode], self.lang))
+            for mode in MODES[1:]
+            if mode in numbers
+        ]
+        left = self.run["texts"] - len(stores)
+        if left:
+            found.append(locale("report.texts.absent", self.lang, n=f"{left:,}", of=f"{self.run['texts']:,}"))
+        if not found:
+            return ""
+        size = readable_size(self.max_bytes, self.lang)
+        return locale("common.join.sentences", self.lang).join(
+            [*found, locale("report.texts.why", self.lang, size=size)]
+        )
+
+
+def _join_numbers(numbers: Sequence[int], lang: str) -> str:
+    """Join ascending numbers of texts, consecutive ones as a range.
+
+    >>> _join_numbers([2, 3, 4, 7, 9, 10], "en")
+    '2–4, 7, 9, 10'
+    """
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    words = [[f"{part[0]:,}–{part[-1]:,}"] if len(part) > 2 else [f"{each:,}" for each in part] for part in parts]
+    return locale("common.join.comma", lang).join(chain(*words))
 
 
 def sentence_on_stored_maps(store: StoredMaps, *, max_bytes: int, lang: str) -> str:

@@ -22,6 +22,7 @@ from multihead.viewer.levels import (
 from multihead.viewer.payload import (
     RecordedRun,
     changed_heads,
+    describe_all_texts,
     describe_run,
     describe_sample,
     describe_view,
@@ -78,6 +79,7 @@ class Viewer(WebSite):
         self.array_cache = ArrayCache()
         self.memory_budget = MemoryBudget(MAX_LEVEL_BYTES_IN_MEMORY)
         self._described: dict[tuple[RecordedRun, int], dict[str, Any]] = {}
+        self._of_all_texts: dict[RecordedRun, dict[str, Any]] = {}
 
     def routes(self) -> list[Route]:
         """Return the routes, relative to the token."""
@@ -87,6 +89,7 @@ class Viewer(WebSite):
             Route("/", self.send_page),
             Route("/static/{folder}/{name}", self.send_static_file),
             Route("/api/view", self.send_records),
+            Route("/api/runs/{run}/texts", self.send_all_texts),
             Route(sample, self.send_sample),
             Route(f"{sample}/levels", self.send_building_progress),
             Route(f"{sample}/layers/{{layer}}/maps", self.send_small_maps),
@@ -117,6 +120,16 @@ class Viewer(WebSite):
         if (run, sample) not in self._described:
             await self.compute_in_thread(request, self.slow_workers, lambda _: self._cached_description(run, sample))
         return json_response(self._described[run, sample])
+
+    async def send_all_texts(self, request: Request) -> Response:
+        """Describe the heads over all texts of a record."""
+        run = self.runs[parse_number("run", request.path_params["run"], below=len(self.runs))]
+        if run not in self._of_all_texts:
+            found = await self.compute_in_thread(
+                request, self.slow_workers, lambda _: describe_all_texts(run, self.lang)
+            )
+            self._of_all_texts[run] = found
+        return json_response(self._of_all_texts[run])
 
     def _cached_description(self, run: RecordedRun, sample: int) -> dict[str, Any]:
         # The description is stored even if the request was cancelled, so that loading the page again is faster.

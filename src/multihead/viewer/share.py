@@ -64,7 +64,7 @@ class SharedHead:
     @property
     def name(self) -> str:
         """Name of the head in the file, as in the addresses of the page's requests."""
-        return f"{self.record_index}/{self.layer_number}/{self.head}"
+        return f"{self.record_index}/0/{self.layer_number}/{self.head}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def shared_page(
         ArgumentError: the view does not fit into max_bytes, even without any finer level.
     """
     fragment, view = _renumber_address(fragment, second_run=len(runs) > 1)
-    answers = answers_in_file(describe_view(runs, lang, similar=False, looking=False), samples)
+    answers = answers_in_file(describe_view(runs, lang, similar=False, looking=False), [[each] for each in samples])
     bare = len(json_in_script(answers)) + len(viewer_style()) + 200_000
     arrays, room = PackedArrays(), max_bytes - bare
     for one in heads:

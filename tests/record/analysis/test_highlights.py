@@ -303,3 +303,20 @@ def test_a_token_in_a_sentence_cannot_act_on_a_terminal_or_turn_the_text() -> No
     found = {one.topic: one for one in findings_of(layers, tokens=tokens, special=special)}
     assert found["first"].sentence.startswith("rests on “\\x1b[31m\\u202e”: ")
     assert str(found["separator"]) == "layer 0 head 1: 90 % on “\\x9b” (chance 17 %)"
+
+
+def test_findings_over_several_texts_have_their_spread_and_the_number_of_texts() -> None:
+    texts = [torch.stack((previous_head(share), even_head())) for share in (0.9, 0.6, 0.2)]
+    record = record_of(texts[0])
+    for each in texts[1:]:
+        record.layers[0].samples.append(record_of(each).layers[0].samples[0])
+    by_text = [layer_profiles(record.layers, sample=sample) for sample in range(3)]
+    (first, *_) = findings(layer_profiles(record.layers, sample=None), by_text=by_text)
+    assert (first.topic, first.layer, first.head) == ("previous", 0, 0)
+    shares = torch.tensor([(1 - share) / LENGTH + share for share in (0.9, 0.6, 0.2)], dtype=torch.float64)
+    assert first.value == pytest.approx(float(shares.mean()), abs=1e-6)
+    assert first.over_texts is not None
+    assert (first.over_texts.number, first.over_texts.having) == (3, 2)
+    assert first.over_texts.spread == pytest.approx(float(shares.std()), abs=1e-6)
+    assert first.over_texts.sentence == "in 2 of 3 texts, standard deviation 35\u00a0%"
+    assert str(first).endswith("; in 2 of 3 texts, standard deviation 35\u00a0%")

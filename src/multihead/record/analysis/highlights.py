@@ -33,6 +33,9 @@ RANK_OF_DISTANCE_FINDING = 90
 
 MAX_FINDINGS = 6
 
+MAX_TEXTS_COMPARED = 200
+"""Largest number of texts whose heads are also described text by text: each takes tenths of a second."""
+
 
 @dataclass(frozen=True, repr=False)
 class HeadKind(HeadOfLayer):
@@ -111,6 +114,23 @@ def unmeasured_kind_error(kind: Kind, measured: Sequence[Kind], *, cross_attenti
     return ProbeError(f"The record has no numbers for {kind.name!r}.", f"It needs {needs}.{also}")
 
 
+@dataclass(frozen=True)
+class OverTexts:
+    """What a head does on each of several texts.
+
+    Attributes:
+        number: number of texts.
+        having: number of texts on which the head, taken alone, has the kind that the finding is about.
+        spread: standard deviation of the value over the texts.
+        sentence: these numbers as a sentence.
+    """
+
+    number: int
+    having: int
+    spread: float
+    sentence: str
+
+
 @dataclass(frozen=True, repr=False)
 class Finding(OneLineRepr):
     """A notable head, described in a sentence.
@@ -124,6 +144,7 @@ class Finding(OneLineRepr):
         sentence: description of the head, whose subject is the head.
         count: a sentence on how many heads have the same kind.
         brief: description in one short line, for a terminal.
+        over_texts: how the value differs from text to text; None for one text, and for kinds measured on other texts.
     """
 
     topic: str
@@ -134,6 +155,7 @@ class Finding(OneLineRepr):
     sentence: str
     count: str
     brief: str
+    over_texts: OverTexts | None = None
 
     def __str__(self) -> str:
         """Return `brief`, such as "layer 2 head 7: 91 % on the previous token (chance 4.8 %)"."""
@@ -141,7 +163,8 @@ class Finding(OneLineRepr):
 
     def cells(self) -> dict[str, str]:
         """Return the finding as a row of a table: heading -> text."""
-        return {"layer": str(self.layer), "head": str(self.head), "finding": self.sentence, "heads": self.count}
+        found = {"layer": str(self.layer), "head": str(self.head), "finding": self.sentence, "heads": self.count}
+        return found if self.over_texts is None else found | {"texts": self.over_texts.sentence}
 
 
 def findings(
@@ -151,6 +174,7 @@ def findings(
     special: Sequence[bool] | None = None,
     lang: str = "en",
     among: Sequence[Kind] = KINDS,
+    by_text: Sequence[Sequence[LayerKinds]] = (),
 ) -> HeadList[Finding]:
     """Find the most notable heads, at most six, and describe what each does; no head twice.
 
@@ -163,6 +187,7 @@ def findings(
         special: one flag per token, as in `layer_profiles`.
         lang: "en" or "zh".
         among: the kinds to choose from.
+        by_text: the layers on each of several texts alone, where `profiles` are over all of them.
     """
     words = section(lang, "common", "findings")
 
@@ -198,7 +223,10 @@ def findings(
         brief = (opening + words["join.sentences"] + brief).replace("\u00a0", " ")
         name = DISTANCE_TOPIC if topic is None else topic.name
         count = _describe_count(topic, profiles, words)
-        found.append(Finding(name, profile.number, head, value, level, sentence, count, brief))
+        over_texts = _describe_texts(topic, place, head, by_text, near, words)
+        if over_texts is not None:
+            brief = f"{brief}; {over_texts.sentence}"
+        found.append(Finding(name, profile.number, head, value, level, sentence, count, brief, over_texts))
         taken.add((place, head))
         if len(found) == MAX_FINDINGS:
             break
@@ -242,6 +270,30 @@ def _heads_of_topic(
         for head, is_one in enumerate(chosen):
             if is_one:
                 yield layer, head, float(found.mean[head]), float(found.chance[head])
+
+
+def _describe_texts(
+    topic: Kind | None,
+    place: int,
+    head: int,
+    by_text: Sequence[Sequence[LayerKinds]],
+    near: Collection[str],
+    words: Mapping[str, str],
+) -> OverTexts | None:
+    """Describe a topic of one head, of the layer with the index `place`, on each of several texts."""
+    if len(by_text) < 2 or (topic is not None and topic.texts == "repeats"):
+        return None
+    values, having = [], 0
+    for profiles in by_text:
+        of_layer = profiles[place].evidence
+        found = of_layer.get(MEAN_DISTANCE.name) if topic is None else evidence_of_kind(topic, of_layer)
+        if found is not None and found.num_observations[head]:
+            values.append(float(found.mean[head]))
+        having += any(each[:2] == (place, head) for each in _heads_of_topic(topic, profiles, near))
+    spread = float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else 0.0
+    written = _format_rounded(spread) if topic is None else topic.format_value(spread)
+    values_of_sentence = {"number": f"{len(by_text):,}", "having": f"{having:,}", "spread": written}
+    return OverTexts(len(by_text), having, spread, words["over texts"].format(**values_of_sentence))
 
 
 def _describe_count(topic: Kind | None, profiles: Sequence[LayerKinds], words: Mapping[str, str]) -> str:

@@ -96,7 +96,7 @@ function drawAll() {
   differences(scene, redraw);
   const [rows, columns] = scene.layer.blocks[shown.span?.level ?? 0], single = isSingle([rows, columns]), words = building(scene.record);
   $('legend').replaceChildren(...legend(shown.tops, state.compare));
-  $('level').textContent = [shown.span ? (single ? translate('single weights') : translate('means', { rows, columns })) + (state.compare ? '' : view.precision) + (scene.a.masked ? translate('first key hidden') : '') : '', words, scene.strange ? translate('other text') : '', server.gone ? '' : arrived.trouble].filter(Boolean).join(translate('join.parts'));
+  $('level').textContent = [shown.span ? (single ? translate('single weights') : translate('means', { rows, columns })) + (state.compare ? '' : scene.record.precision) + (scene.a.masked ? translate('first key hidden') : '') : '', words, scene.strange ? translate('other text') : '', server.gone ? '' : arrived.trouble].filter(Boolean).join(translate('join.parts'));
   $('where').textContent = single ? '' : translate('block', { rows, columns });
   $('map').dataset.level = String(shown.span?.level ?? 0);
   $('map').dataset.whole = String(!!shown.span && shown.a.whole && (!shown.b || shown.b.whole));

@@ -13,12 +13,19 @@ const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], Arrow
 export function keyboard(page) {
   pressed(event => {
     if (/INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
-    const handled = state.a ? onHead(event, page) : onAll(event, page);
+    const handled = onText(event, page) || (state.a ? onHead(event, page) : onAll(event, page));
     if (handled) event.preventDefault();
   });
-  $('helps').append(helpButton([[['+', '−'], 'press.zoom'], [['0'], 'press.whole'], [['1'], 'press.one'], [['←', '→', '↑', '↓'], 'press.move'], [['⇧', '←'], 'press.cell'], [['Enter'], 'press.keep'], [['[', ']'], 'press.heads'],
+  $('helps').append(helpButton([[['+', '−'], 'press.zoom'], [['0'], 'press.whole'], [['1'], 'press.one'], [['←', '→', '↑', '↓'], 'press.move'], [['⇧', '←'], 'press.cell'], [['Enter'], 'press.keep'], [['[', ']'], 'press.heads'], [[',', '.'], 'press.texts'],
     [['l'], 'press.log'], [['s'], 'press.first key'], [['c'], 'press.compare'], [['/'], 'press.filter'], [['Esc'], 'press.back'], [['?'], 'press.help']],
   [...['head', 'query', 'key'].map(name => [translate('term.' + name), translate('plain.' + name)]), ...Object.keys(SCALES).map(name => [translate('scale.' + name), translate('scale.hint.' + name)]), [translate('hide first'), translate('hide first why')], [translate('zoom one'), translate('zoom one why')], chanceWords()]));
+}
+
+function onText(event, page) {
+  const by = { ',': -1, '.': 1 }[event.key];
+  if (!by || !page.record()) return false;
+  page.stepText(by);
+  return true;
 }
 
 function onHead(event, page) {

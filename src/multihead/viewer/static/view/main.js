@@ -85,7 +85,11 @@ let optioned = {};
 function bar() {
   const names = view.runs.map(run => run.name), head = !!state.a;
   fill('run', names.length > 1 && names, state.run);
-  fill('sample', view.runs[state.run].samples.length > 1 && view.runs[state.run].samples.map((one, n) => translate(one.opening ? 'text n' : 'text without words', { n: n + 1, opening: isolated(one.opening), tokens: count(one.keys) })), state.sample);
+  const { samples, texts } = view.runs[state.run];
+  $('textpick').hidden = samples.length < 2;
+  fill('sample', samples.map(one => translate(one.opening ? 'text n' : 'text without words', { n: count(one.number), texts: count(texts), opening: isolated(one.opening), tokens: count(one.keys) })), state.sample);
+  $('textbefore').disabled = state.sample === 0;
+  $('textafter').disabled = state.sample === samples.length - 1;
   $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head && !(state.compare && names.length > 1) ? [translate('tokens n', { n: count(record.keys) }), record.pattern] : [])].filter(Boolean).join(translate('join.facts'));
   $('facts').title = $('facts').textContent;
   if (!head) return;
@@ -126,6 +130,12 @@ const page = {
   record: () => record,
   setHead: async (i, then) => { await again({ a: { ...record.heads[i] } }); then?.(); },
   stepHead: by => page.setHead((record.index(state.a.l, state.a.h) + by + record.heads.length) % record.heads.length),
+  // Another text of the record; the same place in it would be a place without a meaning.
+  setText: async sample => {
+    const to = clampTo(sample, view.runs[state.run].samples.length);
+    if (to !== state.sample) await again({ sample: to, ...(state.a ? { x: 0, y: 0, n: 0, q: -1 } : {}) });
+  },
+  stepText: by => page.setText(state.sample + by),
   setSecond: (r, { l, h }) => again({ b: { r, l, h } }),
   flipSink: () => {
     state.masked = !state.masked;
@@ -142,7 +152,9 @@ function buttons() {
   $('headb').onchange = event => page.setSecond(state.b.r, other.heads[+event.target.value]);
   $('runb').onchange = event => page.setSecond(+event.target.value, state.b);
   $('run').onchange = event => again({ run: +event.target.value, sample: clampTo(state.sample, view.runs[+event.target.value].samples.length) });
-  $('sample').onchange = event => again({ sample: +event.target.value });
+  $('sample').onchange = event => page.setText(+event.target.value);
+  $('textbefore').onclick = () => page.stepText(-1);
+  $('textafter').onclick = () => page.stepText(1);
   $('compare').onclick = page.flipCompare;
   $('sink').onclick = page.flipSink;
   $('zoomin').onclick = () => zoomBy(.5);

@@ -47,9 +47,10 @@ async function largestOf(head) {
   return { each, places, values: decoded(bytes, array, count), keys: array.keys };
 }
 
-const layersOf = run => HELD.plain[`runs/${run}/samples/0`].layers;
-const layerOf = (run, number) => layersOf(run).find(layer => layer.number === +number);
-const headsOf = run => layersOf(run).flatMap(layer => Array.from({ length: layer.heads }, (_, h) => ({ layer, h, name: `${run}/${layer.number}/${h}` })));
+// `of` is a text of a record, such as "0/2".
+const sampleAt = of => `runs/${of.replace('/', '/samples/')}`, layersOf = of => HELD.plain[sampleAt(of)].layers;
+const layerOf = (of, number) => layersOf(of).find(layer => layer.number === +number);
+const headsOf = of => layersOf(of).flatMap(layer => Array.from({ length: layer.heads }, (_, h) => ({ layer, h, name: `${of}/${layer.number}/${h}` })));
 
 // One query's weights, NaN = masked, -1 = not stored; null if the file holds none of them.
 async function rowOf(head, layer, query) {
@@ -76,15 +77,15 @@ async function rowOf(head, layer, query) {
 }
 
 // A tile of a head's map [values, shape]: stored, or the means over blocks of the weights that may be seen, or from the small maps.
-async function tileOf(run, layer, h, { level, row, column, sink }) {
-  const head = `${run}/${layer.number}/${h}`, name = `${head} ${level} ${row} ${column} ${level && !column ? sink : 1}`;
+async function tileOf(of, layer, h, { level, row, column, sink }) {
+  const head = `${of}/${layer.number}/${h}`, name = `${head} ${level} ${row} ${column} ${level && !column ? sink : 1}`;
   if (has(name)) {
     const { shape } = HELD.arrays[name], values = (await unpacked(name)).slice();
     if (!level && !sink && !column) for (let k = 0; k < values.length; k += shape[1]) values[k] = NaN;  // the first key is left out
     return [values, shape];
   }
   if (has(head)) return meansOf(await unpacked(head), layer, layer.blocks[level], row, column, sink);
-  const small = `runs/${run}/samples/0/layers/${layer.number}/maps`;
+  const small = `${sampleAt(of)}/layers/${layer.number}/maps`;
   if (layer.blocks.length !== 1 || !has(small)) return null;
   const [, rows, columns] = HELD.arrays[small].shape, values = await unpacked(small);
   return [values.slice(h * rows * columns, (h + 1) * rows * columns), [rows, columns]];
@@ -109,12 +110,12 @@ function meansOf(weights, { queries, keys }, [high, wide], row, column, sink) {
 }
 
 // The small maps of a layer: of a short text every weight.
-async function smallMaps(run, layer) {
-  const name = `runs/${run}/samples/0/layers/${layer.number}/maps`;
+async function smallMaps(of, layer) {
+  const name = `${sampleAt(of)}/layers/${layer.number}/maps`;
   if (has(name)) return [await unpacked(name), HELD.arrays[name].shape, HELD.arrays[name].block];
-  if (!has(`${run}/${layer.number}/0`)) return null;
+  if (!has(`${of}/${layer.number}/0`)) return null;
   const size = layer.queries * layer.keys, values = new Float32Array(layer.heads * size);
-  for (let h = 0; h < layer.heads; h++) values.set(await unpacked(`${run}/${layer.number}/${h}`), h * size);
+  for (let h = 0; h < layer.heads; h++) values.set(await unpacked(`${of}/${layer.number}/${h}`), h * size);
   return [values, [layer.heads, layer.queries, layer.keys], [1, 1]];
 }
 
@@ -141,20 +142,20 @@ function divergence(one, other, { queries, keys }, step) {
 }
 
 // The heads of the same shape with the most similar weights, by the formula of Record.nearest.
-async function nearest(run, layer, h, top) {
+async function nearest(of, layer, h, top) {
   const alike = one => one.queries === layer.queries && one.keys === layer.keys && one.queryStart === layer.queryStart && one.role === layer.role;
-  const others = headsOf(run).filter(one => alike(one.layer) && !(one.layer === layer && one.h === h)), found = [];
+  const others = headsOf(of).filter(one => alike(one.layer) && !(one.layer === layer && one.h === h)), found = [];
   const step = Math.max(1, Math.ceil(layer.queries / Math.max(16, Math.floor(MOST_CELLS / (layer.keys * Math.max(1, others.length))))));
-  const mine = await unpacked(`${run}/${layer.number}/${h}`);
+  const mine = await unpacked(`${of}/${layer.number}/${h}`);
   for (const one of others) found.push({ layer: one.layer.number, head: one.h, divergence: divergence(mine, await unpacked(one.name), layer, step) });
   return { every: step, heads: found.filter(one => one.divergence === one.divergence).sort((a, b) => a.divergence - b.divergence).slice(0, top) };
 }
 
 // The heads that look most at a token of the main text, as `heads_looking_at` lists them; weights that are not stored are 0.
-async function looking(run, key) {
-  const found = [], tokens = new Float64Array(layersOf(run)[0].keys);
+async function looking(of, key) {
+  const found = [], tokens = new Float64Array(layersOf(of)[0].keys);
   let heads = 0;
-  for (const { layer, h, name } of headsOf(run)) {
+  for (const { layer, h, name } of headsOf(of)) {
     if (layer.keyText !== 0 || !layer.rows || key >= layer.keys) continue;
     const column = await columnOf(name, layer, key), best = [];
     let total = 0, seen = 0;
@@ -190,14 +191,15 @@ const floats = (values, shape, block) => new Response(values.slice().buffer, { h
 async function answer(path, given) {
   if (Object.hasOwn(HELD.plain, path)) return json(HELD.plain[path]);
   const number = (name, otherwise) => Number(given.get(name) ?? otherwise);
-  const [, run, ofLayer] = /^runs\/(\d+)\/samples\/0\/layers\/(\d+)\/maps$/.exec(path) ?? [];
-  if (run) {
-    const found = await smallMaps(run, layerOf(run, ofLayer));
+  const [, run, sample, rest] = /^runs\/(\d+)\/samples\/(\d+)\/(.+)$/.exec(path) ?? [], of = `${run}/${sample}`;
+  if (!rest) return json({ error: HELD.absent }, 404);
+  const [, ofLayer] = /^layers\/(\d+)\/maps$/.exec(rest) ?? [];
+  if (ofLayer) {
+    const found = await smallMaps(of, layerOf(of, ofLayer));
     if (found) return floats(...found);
   }
-  const [, reads] = /^runs\/(\d+)\/samples\/0\/looking$/.exec(path) ?? [];
-  if (reads) return json(await looking(reads, number('key', 0)));
-  const [, of, l, h, what] = /^runs\/(\d+)\/samples\/0\/heads\/(\d+)\/(\d+)\/(.+)$/.exec(path) ?? [], layer = of && layerOf(of, l), head = `${of}/${l}/${h}`;
+  if (rest === 'looking') return json(await looking(of, number('key', 0)));
+  const [, l, h, what] = /^heads\/(\d+)\/(\d+)\/(.+)$/.exec(rest) ?? [], layer = l && layerOf(of, l), head = `${of}/${l}/${h}`;
   if (what === 'row') {
     const row = await rowOf(head, layer, number('query', 0));
     if (row) return floats(row, [row.length]);

@@ -1,13 +1,14 @@
 // The page of all heads: title and facts, the text, the findings, filter and kinds, the grid with its inspector, the table, the
 // definitions.
-import { $, el, NBSP, translate } from '../shared/dom.js';
+import { $, el, NBSP, translate, waitingNote } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
 import { alignmentTag, kindChips, kindTags, pathLine } from '../shared/kinds.js';
 import { colourOf, isOutline } from '../shared/kindlist.js';
 import { blockNote, cellNote, scaleChoice, tickedRamp } from '../shared/legend.js';
+import { count } from '../shared/numbers.js';
 import { definitions, numbersTable } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
-import { downloads, sampleAt } from './api.js';
+import { downloads, json, sampleAt } from './api.js';
 import { changed } from './changed.js';
 import { drawRow, fade, grid, headLink, inspected, listeners, litHead, mapBlocks, mapsMissing, redrawRows, scaleTop, thumb, topWeight } from './grid.js';
 import { printed } from './host.js';
@@ -50,7 +51,7 @@ export function overview(shown, openHead) {
   changed(record);
   definitions($('defs'), [...record.metrics, ...(record.received ? [{ id: 'received', label: record.labels.received }] : [])], record.legend);
   $('endsnote').hidden = !['previous_mass', 'next_mass'].every(id => record.metrics.some(one => one.id === id));
-  $('foot').textContent = view.foot;
+  $('foot').textContent = [view.foot, record.stored].filter(Boolean).join(translate('join.sentences'));
 }
 
 // The small maps of the inspector and the table arrive with their layer; redrawn once per burst of layers.
@@ -60,11 +61,32 @@ function later() {
   waiting = setTimeout(() => { inspect(litHead()); findings(); statisticsTable(); }, 150);
 }
 
+// Of several texts: what stands out over all of them, or on the chosen one; the maps are those of the chosen one.
+const together = new Map();  // run -> the answer, or null until it has arrived
+let ofAll = true;
+function findingsOfAll(run) {
+  if (!together.has(run)) {
+    together.set(run, null);
+    json(`api/runs/${run}/texts`).then(answer => together.set(run, answer.findings), () => together.delete(run)).finally(() => { if (together.get(run) && record.run === run) findings(); });
+  }
+  return together.get(run);
+}
+function choiceOfTexts({ samples, texts }) {
+  const choice = (all, words) => el('button', { textContent: words, 'aria-pressed': String(ofAll === all), onclick: () => { ofAll = all; findings(); $('findsof').querySelector('[aria-pressed=true]').focus(); } });
+  const n = count(samples[record.sample].number);
+  $('findsof').replaceChildren(el('span', { className: 'seg', role: 'group', 'aria-label': translate('findings') }, choice(true, translate('over all texts', { texts: count(texts) })), choice(false, translate('on text', { n }))), el('span', { className: 'note', textContent: ofAll ? translate('maps of text', { n }) : '' }));
+}
+
 function findings() {
+  const run = view.runs[record.run], several = run.comparable && run.samples.length > 1, found = several && ofAll ? findingsOfAll(record.run) : record.findings;
   $('findsec').hidden = false;
-  if (!record.findings.length) { $('finds').replaceChildren(el('li', { textContent: translate('nothing stands out') })); return; }
-  $('finds').replaceChildren(...record.findings.map(({ layer, head, sentence, count: number }) => {
-    const i = record.index(layer, head), words = el('p', {}, el('b', { textContent: record.long(i) }), translate('join.sentences') + sentence, el('small', { textContent: [number, ...(isOutline(record.kinds[i]) ? [translate('map of text')] : [])].filter(Boolean).join(translate('join.parts')) }));
+  $('findsof').hidden = !several;
+  if (several) choiceOfTexts(run);
+  if (!found) { $('finds').replaceChildren(el('li', {}, waitingNote())); return; }
+  if (!found.length) { $('finds').replaceChildren(el('li', { textContent: translate('nothing stands out') })); return; }
+  $('finds').replaceChildren(...found.map(({ layer, head, sentence, count: number, over_texts: over }) => {
+    const i = record.index(layer, head), notes = [over?.sentence, number, isOutline(record.kinds[i]) ? translate('map of text') : ''];
+    const words = el('p', {}, el('b', { textContent: record.long(i) }), translate('join.sentences') + sentence, el('small', { textContent: notes.filter(Boolean).join(translate('join.parts')) }));
     return el('li', {}, el('a', { href: toHead(record.run, record.sample, layer, head) }, el('span', { className: 'framed', k: record.kinds[i] }, thumb(record, i, 56)), words));
   }));
 }

@@ -14,13 +14,14 @@ export class Sample extends HeadList {
   constructor(run, sample, { kinds, columns, metrics, chance, full, ...rest }) {
     const { layers, legend } = rest;
     super(layers);
-    Object.assign(this, { run, sample, ...rest });  // lead, facts, pattern, texts, received, labels, layers, noMaps, unrecorded, findings, legend
+    Object.assign(this, { run, sample, ...rest });  // lead, facts, pattern, texts, received, labels, layers, noMaps, unrecorded, findings, legend; of a file: stored, precision
     addLegend(legend);
     this.allKinds = kinds;
     this.kinds = kinds.map(([first]) => first);  // the colour of each head
     this.name = view.runs[run].name;
     this.title = view.runs[run].title || this.name;
     this.keep = view.runs[run].keep;
+    this.precision ??= view.precision;
     this.queries = Math.max(...layers.map(layer => layer.queries));
     this.keys = Math.max(...layers.map(layer => layer.keys));
     const largest = { entropy: i => full[i], effective_keys: i => this.layer(i).keys };  // of these the bars end at what the masks allow
