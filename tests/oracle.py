@@ -70,6 +70,35 @@ def _in_one_document(lengths: Any, sample: Tensor, position: Tensor, key: Tensor
     return found
 
 
+def texts_of_queries(mask: masks.Mask, start: list[int], queries: int) -> list[list[tuple[int, ...]]]:
+    """What tells the texts of a row apart, for each query of each sample: the documents of the mask that it is in."""
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    rows = [
+        [torch.as_tensor(row).tolist() for row in part.lengths] for part in parts if isinstance(part, masks.Documents)
+    ]
+    found = []
+    for sample, first in enumerate(start):
+        lengths = [each if not each or isinstance(each[0], int) else each[sample % len(each)] for each in rows]
+        ends = [[sum(each[: n + 1]) for n in range(len(each))] for each in lengths]
+        found.append([tuple(sum(first + row >= end for end in each) for each in ends) for row in range(queries)])
+    return found
+
+
+def first_keys(seen: Tensor, texts: list[list[tuple[int, ...]]] | None) -> Tensor:
+    """(batch, queries): the first key that any query of the same text sees; the number of keys if none does."""
+    cells = seen.any(1)
+    keys = cells.shape[2]
+    first = (
+        torch.where(cells.any(-1), cells.int().argmax(-1), keys) if keys else cells.new_zeros(cells.shape[:2]).long()
+    )
+    found = torch.empty_like(first)
+    for sample, row in enumerate(first.tolist()):
+        of = [()] * len(row) if texts is None else texts[sample]
+        for query, text in enumerate(of):
+            found[sample, query] = min(place for place, other in zip(row, of, strict=True) if other == text)
+    return found
+
+
 def positions_of_first(query_start: int | Tensor | str | None, batch: int, queries: int, keys: int) -> list[int]:
     if query_start == "end" and isinstance(query_start, str):
         return [keys - queries] * batch
@@ -128,8 +157,9 @@ def statistics(
     start: list[int],
     special_keys: Tensor | None = None,
     map_size: int = 64,
+    mask: masks.Mask | None = None,
 ) -> dict[str, Tensor]:
-    """Every statistic from the dense weights (batch, heads, queries, keys), in float64."""
+    """Every statistic from the dense weights (batch, heads, queries, keys), in float64; `mask` tells texts apart."""
     p = weights.double()
     queries, keys = p.shape[-2:]
     at = torch.tensor(start).view(-1, 1, 1, 1) + torch.arange(queries).view(1, 1, -1, 1)
@@ -153,9 +183,9 @@ def statistics(
         "received": p.sum(-2),
         "pooled_map": pooled(p, seen.expand_as(p), map_size),
     }
-    ever = seen.any(1).any(1)  # (batch, keys): whether anybody sees the key
-    first = torch.stack([p[b, ..., int(row.int().argmax())] * bool(row.any()) for b, row in enumerate(ever)])
-    found["first_mass"] = first
+    texts = None if mask is None else texts_of_queries(mask, start, queries)
+    first = first_keys(seen.expand_as(p), texts)[:, None, :, None]
+    found["first_mass"] = torch.where(torch.arange(keys) == first, p, 0).sum(-1)
     if special_keys is not None:
         found["special_mass"] = (p * special_keys[:, None, None]).sum(-1)
     return found

@@ -15,7 +15,7 @@ from multihead import masks
 from multihead.compat import annotated, d2l, per_head, torch_nn
 from tests.interventions.changed_layers import Change, attend_by_hand, parts_of, scaled, unchanged
 
-LENGTHS, LONGEST = (7, 4, 1), 7
+LENGTHS, LONGEST, CAUSAL = (7, 4, 1), 7, masks.Causal()
 
 
 def equal(found: Tensor, expected: Tensor) -> None:
@@ -34,9 +34,9 @@ class Causal(nn.Module):
         self.layers = nn.ModuleList([mh.MultiHeadAttention(8, 4, num_kv_heads=2), mh.MultiHeadAttention(8, 2)])
         self.double()
 
-    def forward(self, x: Tensor, caches: Any = (None, None), **padding: Any) -> Tensor:
+    def forward(self, x: Tensor, caches: Any = (None, None), mask: masks.Mask = CAUSAL, **padding: Any) -> Tensor:
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = x + layer(x, mask=masks.Causal(), cache=cache, **padding)
+            x = x + layer(x, mask=mask, cache=cache, **padding)
         return x
 
     def by_hand(self, x: Tensor, first: Change, second: Change) -> Tensor:
@@ -79,11 +79,32 @@ def token_by_token(model: Causal, batch: list[Tensor]) -> list[Tensor]:
     return found
 
 
+def as_documents(model: Causal, batch: list[Tensor]) -> list[Tensor]:
+    """The last text is alone in a second row, and both rows have a token more, which is in no text."""
+    rows = [torch.cat([*batch[:-1], torch.ones(1, 8)]), torch.cat([batch[-1], torch.ones(1, 8)])]
+    mask = masks.Causal() & masks.Documents((LENGTHS[:-1], LENGTHS[-1:]))
+    output = model(nn.utils.rnn.pad_sequence(rows, batch_first=True), mask=mask)
+    first = list(output[0, : sum(LENGTHS[:-1])].split(LENGTHS[:-1]))
+    return [*first, output[1, : LENGTHS[-1]]]
+
+
+def as_documents_in_steps(model: Causal, batch: list[Tensor]) -> list[Tensor]:
+    row, mask, caches = torch.cat(batch)[None], masks.Causal() & masks.Documents(LENGTHS), _caches(model)
+    steps = [model(part, caches=caches, mask=mask) for part in row.split(3, 1)]
+    return list(torch.cat(steps, 1)[0].split(LENGTHS))
+
+
+def _caches(model: Causal) -> list[mh.KeyValueCache]:
+    return [mh.KeyValueCache() for _ in model.layers]
+
+
 WAYS: dict[str, Callable[[Causal, list[Tensor]], list[Tensor]]] = {
     "alone": lambda model, batch: [model(text[None])[0] for text in batch],
     "right padding": lambda model, batch: in_a_padded_batch(model, batch, "right"),
     "left padding": lambda model, batch: in_a_padded_batch(model, batch, "left"),
     "packed": in_one_row,
+    "documents": as_documents,
+    "documents in steps": as_documents_in_steps,
     "in steps": in_steps,
     "in steps with a capacity": lambda model, batch: in_steps(model, batch, capacity=9),
     "token by token": token_by_token,
@@ -114,7 +135,9 @@ def test_positions_are_those_of_each_text_however_the_texts_are_batched(way: str
         equal(each, right)
 
 
-@pytest.mark.parametrize("way", ["right padding", "left padding", "packed", "in steps"])
+@pytest.mark.parametrize(
+    "way", ["right padding", "left padding", "packed", "documents", "documents in steps", "in steps"]
+)
 def test_samples_are_texts_also_where_they_are_one_row(way: str) -> None:
     model, batch = Causal(), texts()
     expected = [
@@ -126,7 +149,9 @@ def test_samples_are_texts_also_where_they_are_one_row(way: str) -> None:
         equal(each, right)
 
 
-@pytest.mark.parametrize("way", ["right padding", "left padding", "packed", "in steps"])
+@pytest.mark.parametrize(
+    "way", ["right padding", "left padding", "packed", "documents", "documents in steps", "in steps"]
+)
 def test_means_are_those_of_tokens_without_padding(way: str) -> None:
     model, batch = Causal(), texts()
     outputs = [attend_by_hand(model.layers[0], text, unchanged, causal=True)[2][3] for text in batch]

@@ -449,7 +449,7 @@ def test_a_request_has_an_origin_only_while_somebody_listens(monkeypatch: pytest
         layer(x, lengths=(5, 2))
     assert requests[0].origin is None
     assert requests[1].origin.layer is layer
-    assert requests[1].origin.packed_lengths.tolist() == [5, 2]
+    assert requests[1].origin.input_places.index.tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_explaining_a_call_leaves_its_cache_and_rejects_unknown_arguments() -> None:

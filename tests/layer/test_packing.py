@@ -101,11 +101,9 @@ def test_all_layers_share_the_padding_of_a_tensor_of_lengths_until_it_changes() 
     first = Padding.of_call(x, x, lengths, None, in_one_row=True, intercepted=False)
     assert Padding.of_call(x, x, lengths, None, in_one_row=True, intercepted=False) is first
     lengths[1] = 1
-    assert first.packed_lengths is not None
-    assert first.packed_lengths.tolist() == [2, 3]
+    assert first.documents == masks.Documents((2, 3))
     changed = Padding.of_call(x, x, lengths, None, in_one_row=True, intercepted=False)
-    assert changed.packed_lengths is not None
-    assert changed.packed_lengths.tolist() == [2, 1]
+    assert changed.documents == masks.Documents((2, 1))
     for wrong in (torch.tensor([2.0, 3.0]), torch.tensor([True, True])):
         with pytest.raises(ArgumentError, match="Give integers, one per sample"):
             Padding.of_call(x, x, wrong, None, in_one_row=True, intercepted=False)

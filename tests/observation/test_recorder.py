@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead import masks
+from multihead import masks, probes
 from multihead.compat import torch_nn
+from multihead.errors import ModelError
 from multihead.functional import attend, request_of
 from multihead.kernels.call import CallOrigin
 from multihead.observation.record import Record
@@ -227,7 +229,7 @@ def test_layers_that_share_a_packed_row_find_its_samples_once_when_they_are_read
             return self.second(self.first(x, lengths=lengths), lengths=lengths)  # type: ignore[no-any-return]
 
     lengths = torch.tensor([5, 3])
-    with patch.object(batch_module, "packed_spans", side_effect=batch_module.packed_spans) as cuts:
+    with patch.object(batch_module, "spans_of_call", side_effect=batch_module.spans_of_call) as cuts:
         with mh.observe(model := Two()) as seen:
             model(torch.randn(2, 5, 8), lengths)
         lengths.fill_(1)
@@ -251,3 +253,106 @@ def test_a_record_holds_no_memory_of_padding(keep: Any, mask: masks.Mask) -> Non
             tensors += [sample.q.all_rows(), sample.k.all_rows()]
     held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     assert sum(held.values()) == sum(each.nbytes for each in tensors)
+
+
+DOCUMENTS = ((3, 4), (5, 2))
+ROWS = torch.randn(2, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+BIAS = torch.randn(2, 4, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+EVERY = (*probes.PROBES, probes.first_keys_mass(3))
+
+
+def _texts(first: tuple[int, ...] = (0, 3, 7), second: tuple[int, ...] = (0, 5, 7)) -> list[tuple[int, slice]]:
+    """Row and tokens of each text."""
+    return [(row, slice(*each)) for row, ends in enumerate((first, second)) for each in pairwise(ends)]
+
+
+def _in_steps(layer: mh.MultiHeadAttention, mask: masks.Mask, steps: tuple[int, ...]) -> None:
+    cache = mh.KeyValueCache()
+    for part in ROWS.split(steps, 1):
+        layer(part, mask=mask, cache=cache)
+
+
+# Each with the call of the rows, and the arguments of the call of a text alone.
+CALLS_OF_ROWS: dict[str, tuple[Any, Any, Any]] = {
+    "causal": (lambda layer, mask: layer(ROWS, mask=mask), _texts(), None),
+    "window": (
+        lambda layer, mask: layer(ROWS, mask=mask & masks.Window(2)),
+        _texts(),
+        lambda *_: {"mask": masks.Window(2)},
+    ),
+    "both ways": (
+        lambda layer, _: layer(ROWS, mask=masks.Documents(DOCUMENTS)),
+        _texts(),
+        lambda *_: {"mask": masks.Full()},
+    ),
+    "lengths": (lambda layer, mask: layer(ROWS, mask=mask, lengths=(6, 7)), _texts((0, 3, 6)), None),
+    "left padding": (
+        lambda layer, mask: layer(
+            torch.stack([ROWS[0].roll(3, 0), ROWS[1].roll(2, 0)]), mask=mask, lengths=(6, 7), padding_side="left"
+        ),
+        _texts((0, 3, 6)),
+        None,
+    ),
+    "bias": (
+        lambda layer, mask: layer(ROWS, mask=mask, bias=BIAS),
+        _texts(),
+        lambda row, tokens: {"bias": BIAS[row : row + 1, :, tokens, tokens]},
+    ),
+    "a cache": (lambda layer, mask: _in_steps(layer, mask, (4, 2, 3)), _texts(), None),
+    "a cache, token by token": (lambda layer, mask: _in_steps(layer, mask, (1,) * 9), _texts(), None),
+    "a cache that drops keys": (
+        lambda layer, mask: _in_steps(layer, mask & masks.Window(3), (4, 2, 3)),
+        _texts(),
+        lambda *_: {"mask": masks.Window(3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("keep", ["cpu", "statistics", "summary"])
+@pytest.mark.parametrize("case", CALLS_OF_ROWS)
+def test_each_document_of_a_row_is_recorded_as_it_is_alone(case: str, keep: Any) -> None:
+    call, texts, options = CALLS_OF_ROWS[case]
+    layer = mh.MultiHeadAttention(16, 4, num_kv_heads=2, sinks=True).double().eval()
+    wanted = [
+        each
+        for each in EVERY
+        if keep != "summary" or probes.PROBES.get(str(each), probes.PROBES["entropy"]).axes == "queries"
+    ]
+    with torch.no_grad(), mh.observe(layer, probes=wanted, keep=keep) as rows:
+        call(layer, masks.Causal() & masks.Documents(torch.tensor(DOCUMENTS)))
+    with torch.no_grad(), mh.observe(layer, probes=wanted, keep=keep) as alone:
+        for row, tokens in texts:
+            more = {} if options is None else options(row, tokens)
+            layer(ROWS[row : row + 1, tokens], **{"mask": masks.Causal(), **more})
+    assert rows.layers[0].num_samples == alone.layers[0].num_samples == 4
+    assert rows.layers[0].kinds == alone.layers[0].kinds
+    for found, expected in zip(rows.table().rows, alone.table().rows, strict=True):
+        assert found == pytest.approx(expected, abs=1e-9, nan_ok=True)
+    for one, other in zip(rows.layers[0].samples, alone.layers[0].samples, strict=True):
+        assert one.per_query.keys() == other.per_query.keys()
+        for name, value in other.per_query.items():
+            torch.testing.assert_close(one.per_query[name], value, atol=1e-9, rtol=0, msg=name)
+        if keep == "cpu":
+            torch.testing.assert_close(one.weights(), other.weights(), atol=1e-9, rtol=0)
+
+
+def test_a_cache_that_separates_more_texts_than_before_is_an_error() -> None:
+    layer, cache, x = mh.MultiHeadAttention(16, 4), mh.KeyValueCache(), torch.randn(1, 6, 16)
+    layer(x[:, :3], mask=masks.Causal() & masks.Documents((3,)), cache=cache)
+    with torch.no_grad(), mh.observe(layer):
+        cache = mh.KeyValueCache()
+        layer(x[:, :3], mask=masks.Causal() & masks.Documents((3,)), cache=cache)
+        with pytest.raises(ModelError) as refusal:
+            layer(x[:, 3:], mask=masks.Causal() & masks.Documents((3, 3)), cache=cache)
+    assert str(refusal.value) == (
+        "The mask of this call of MultiHeadAttention separates 2 texts, and that of the call before it 1. Give "
+        "masks.Documents the lengths of all texts that the cache will hold, in each of its calls."
+    )
+
+
+def test_documents_of_cross_attention_are_no_texts() -> None:
+    layer, mask = mh.MultiHeadAttention(16, 4), masks.Documents((2, 3))
+    with torch.no_grad(), mh.observe(layer) as seen:
+        layer(torch.randn(1, 5, 16), torch.randn(1, 5, 16), mask=mask)
+    assert sizes(seen, "MultiHeadAttention") == [(0, 5, 5)]
+    assert not seen.layers[0].samples[0].weights()[:, 0, 2:].any()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from multihead import masks
 from tests import oracle
 
 
@@ -22,6 +23,7 @@ class Known:
         output_weight: (embed_dim, heads * value_dim).
         sinks: (heads,) or None.
         map_size: the most blocks a side.
+        mask: the mask, whose documents are texts of their own; None if a row is one text.
     """
 
     start: list[int]
@@ -33,6 +35,7 @@ class Known:
     output_weight: Tensor
     sinks: Tensor | None
     map_size: int
+    mask: masks.Mask | None = None
 
 
 def every(dense: oracle.Dense, seen: Tensor, known: Known) -> dict[str, Tensor]:
@@ -62,8 +65,8 @@ def every(dense: oracle.Dense, seen: Tensor, known: Known) -> dict[str, Tensor]:
 
     found["near_mass"] = torch.where((position - key).abs() <= 3, p, 0).sum(-1)
 
-    ever = seen.flatten(1, 2).any(1)  # (batch, keys)
-    first = torch.where(ever.any(-1), ever.int().argmax(-1), keys)[:, None, None, None]
+    texts = None if known.mask is None else oracle.texts_of_queries(known.mask, known.start, queries)
+    first = oracle.first_keys(seen.expand_as(p), texts)[:, None, :, None]
     found["first_mass"] = torch.where(key == first, p, 0).sum(-1)
     found["first_4_mass"] = torch.where((key >= first) & (key < first + 4), p, 0).sum(-1)
     for name in ("special", "commas", "given"):

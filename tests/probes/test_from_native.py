@@ -45,6 +45,10 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
         ("tokens_mass", "special")
     }
     found = measure(subject, PARTS | {("tokens_mass", "special")})
+    # The kernel is given the first keys of several texts in a row in the place of special keys.
+    looked_up = {FIRST_KEY_WEIGHT: weight_on_first_keys(subject, 1)} if mask.row_texts is not None else {}
+    assert found.keys() | looked_up.keys() == PARTS | {("tokens_mass", "special")}
+    found |= looked_up
     tiled, on_special = measure_in_tiles(subject, PARTS - GATHERED, special[:, None, :, None].expand(-1, 2, -1, 1))
     assert on_special is not None
     tiled |= {part: weight_at_offset(subject, int(part[1])) for part in GATHERED if part[0] == "offset_mass"}

@@ -134,7 +134,7 @@ def differences(case: Case, dtype: torch.dtype, *, map_size: int = 5) -> dict[st
         commas = torch.isin(ids, torch.tensor(COMMAS))
         known = Known(
             start, special, commas, given_, ids, v.to(dtype).to(made), weight.to(dtype).to(made),
-            dense_terms.get("sinks"), map_size,
+            dense_terms.get("sinks"), map_size, case.mask,
         )  # fmt: skip
         exact[name] = every(dense, visible, known)
         if made == torch.float64:
@@ -245,7 +245,7 @@ def test_statistics_of_any_call_are_those_of_its_dense_weights(case: Drawn) -> N
         seen = seen & (options["bias"] != -torch.inf)
     dense = oracle.attend(q, k, k, seen, **options)
     start = oracle.positions_of_first(case.query_start, case.size.batch, case.size.queries, case.size.keys)
-    expected = oracle.statistics(dense.weights, seen, start=start)
+    expected = oracle.statistics(dense.weights, seen, start=start, mask=case.mask)
     for name, value in given_.items():
         if name == "largest_key":  # of keys that are equal but for rounding, either may be the largest
             picked = dense.weights.gather(-1, value.clamp(min=0)[..., None])[..., 0]

@@ -23,7 +23,7 @@ from multihead.layer.cache import KeyValueCache
 from multihead.masks.positions import SampleSpan
 from multihead.probes import ProbeContext
 from multihead.probes.tile import tile
-from multihead.record.batch import BatchRows, hide_padding_queries, slice_call, spans_of_call, true_range_per_row
+from multihead.record.batch import BatchRows, hide_padding_queries, slice_call, spans_of_call
 from multihead.record.sample import SampleRecord
 from tests.families import batch_of, family
 from tests.kernel_names import needs_native
@@ -114,17 +114,22 @@ class TestWhereSamplesStand:
         found = spans_of_call(call_of(masks.Full()).request, queries=nothing)
         assert [each.queries for each in found] == [(0, 0), (0, 0)]
 
-    def test_a_packed_row_holds_one_sample_a_document(self) -> None:
-        q = torch.randn(1, 2, 7, 4)
-        request = replace(
-            request_of(q, q, q, masks.Causal() & masks.Documents((4, 3))),
-            origin=CallOrigin(nn.Module(), torch.tensor([4, 3])),
-        )
-        assert spans_of_call(request) == [SampleSpan(0, (0, 4), (0, 4)), SampleSpan(0, (4, 7), (4, 7))]
-        part = slice_call(AttentionCall(request, attend(request)), spans_of_call(request)[1]).request
-        assert part.mask == masks.Causal()
-        assert part.query_start == 0
-        assert part.packed_lengths is None
+    def test_a_row_has_one_sample_per_document(self) -> None:
+        q = torch.randn(2, 2, 7, 4)
+        request = request_of(q, q, q, masks.Causal() & masks.Documents(((4, 3), (5, 0))))
+        spans = spans_of_call(request, request.mask.row_texts)
+        expected = [SampleSpan(0, (0, 4), (0, 4)), SampleSpan(0, (4, 7), (4, 7)), SampleSpan(1, (0, 5), (0, 5))]
+        assert spans == expected
+        part = slice_call(AttentionCall(request, attend(request)), spans[1]).request
+        assert (part.mask, part.query_start, part.shape.key_length) == (masks.Causal(), 0, 3)
+
+    def test_padding_within_the_documents_of_a_row_is_left_out(self) -> None:
+        q, mask = torch.randn(1, 2, 7, 4), masks.Documents((4, 3)) & masks.Lengths((6,))
+        request = request_of(q, q, q, mask)
+        assert [each.keys for each in spans_of_call(request, mask.row_texts)] == [(0, 4), (4, 6)]
+        real = torch.tensor([[False, True, True, False, True, True, False]])
+        found = spans_of_call(request, mask.row_texts, queries=real, keys=real)
+        assert found == [SampleSpan(0, (1, 3), (1, 3)), SampleSpan(0, (4, 6), (4, 6))]
 
 
 def test_a_whole_sample_keeps_the_statistics_its_kernel_gave() -> None:
@@ -298,8 +303,9 @@ def test_a_sample_knows_whether_its_keys_are_all_that_its_queries_see() -> None:
     ("flags", "expected"), [([0, 1, 0, 1, 0], (1, 4)), ([1, 1], (0, 2)), ([0, 0], (0, 0)), ([], (0, 0))]
 )
 def test_a_hull_reaches_from_the_first_to_behind_the_last(flags: list[int], expected: tuple[int, int]) -> None:
-    first, end = true_range_per_row(torch.tensor([flags, flags], dtype=torch.bool))
-    assert (first.tolist(), end.tolist()) == ([expected[0]] * 2, [expected[1]] * 2)
+    q, real = torch.zeros(2, 1, len(flags), 4), torch.tensor([flags, flags], dtype=torch.bool)
+    found = spans_of_call(request_of(q, q, q, masks.Full()), queries=real, keys=real)
+    assert [(each.queries, each.keys) for each in found] == [(expected, expected)] * 2
 
 
 def test_nobody_hears_of_a_cut() -> None:

@@ -11,6 +11,7 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError, ProbeError
 from multihead.layer.cache import KeyValueCache
+from multihead.masks.documents import Chunks
 from multihead.probes.blocks import CancelledError
 from multihead.record.blocks import checked_slice_ends
 from multihead.record.sample import SampleRecord
@@ -33,7 +34,7 @@ SAMPLES = {
     "in one call": asked(queries=17, keys=17, mask=masks.Causal()).layers[0].sample,
     "in calls that join": lambda: in_calls(masks.Causal()),
     "in calls of a window": lambda: in_calls(masks.Causal() & masks.Window(4), window=4),
-    "in calls that stay apart": lambda: in_calls(masks.Causal() & masks.Documents((9, 8))),
+    "in calls that stay apart": lambda: in_calls(masks.Causal() & Chunks((9, 8))),
 }
 
 

@@ -13,6 +13,7 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import ProbeError
 from multihead.layer.cache import KeyValueCache
+from multihead.masks.documents import Chunks
 from multihead.observation.record import Record
 from multihead.probes import PROBES
 from multihead.record.sample import SampleRecord, add_received_weights
@@ -48,7 +49,7 @@ def bytes_of_tensor(record: Record) -> int:
         (CAUSAL, None, 1),
         (CAUSAL & masks.Window(4), 4, 1),
         (masks.Window(3), None, 1),
-        (CAUSAL & masks.Documents((6, 4)), None, 5),
+        (CAUSAL & Chunks((6, 4)), None, 5),
     ],
     ids=str,
 )

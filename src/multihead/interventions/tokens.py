@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.kernels.call import AttentionRequest, PositionInSequence
+from multihead.kernels.dense_tile import positions_of_queries
 from multihead.layer import MultiHeadAttention
 from multihead.models.pretrained import InputTracker, is_cross_attention_call
 
@@ -67,19 +68,33 @@ class TokenFinder:
 
     def find(self, request: AttentionRequest, name: str) -> QueryTokens:
         """Return the queries of a call; `name` is the qualified name of its module."""
-        batch, queries, device = request.shape.batch, request.shape.query_length, request.shape.device
-        text = torch.arange(batch, device=device)[:, None].expand(batch, queries)
-        if (packed := request.packed_lengths) is not None:
-            lengths = packed.to(device)
-            text = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-            starts = lengths.cumsum(0) - lengths
-            position = torch.arange(queries, device=device) - starts[text]
-            return QueryTokens(text[None], position[None])
-        position = self._positions(_ModuleCall(request, name))
-        windows = 1 if request.position_in_sequence is not None else self.inputs.rows_per_sample(name, batch)
+        return self._tokens(_ModuleCall(request, name))
+
+    def _tokens(self, call: _ModuleCall) -> QueryTokens:
+        """Return the queries of a call."""
+        request, batch, device = call.request, call.request.shape.batch, call.request.shape.device
+        if not call.is_cross_attention and (texts := request.mask.row_texts) is not None:
+            text, position = texts.number_of_tokens(positions_of_queries(request), batch)
+            real = _real_queries(request)
+            return QueryTokens(text, position if real is None else position.masked_fill(~real, -1))
+        if (before := self._call_with_same_queries(call)) is not None:
+            return self._tokens(before)
+        position = self._positions(call)
+        text = torch.arange(batch, device=device)[:, None].expand(batch, request.shape.query_length)
+        windows = 1 if request.position_in_sequence is not None else self.inputs.rows_per_sample(call.name, batch)
         if windows > 1:
-            position = position + text % windows * queries
+            position = position + text % windows * request.shape.query_length
         return QueryTokens(text // windows, position)
+
+    def _call_with_same_queries(self, call: _ModuleCall) -> _ModuleCall | None:
+        """Return the self-attention before a call whose keys are other tokens, if its queries are the same tokens."""
+        request, newest = call.request, self._newest_self_attention
+        known = request.position_in_sequence is not None or _real_queries(request) is not None
+        if known or call.is_cross_attention is False or newest is None or newest.request is request:
+            return None
+        same, shape = newest.request.shape, request.shape
+        alike = (same.batch, same.query_length) == (shape.batch, shape.query_length)
+        return newest if alike and _keeps_batch_columns(newest.request) else None
 
     def _positions(self, call: _ModuleCall) -> Tensor:
         """Return the positions of the queries of a call: (batch, queries) int64, -1 for padding."""
@@ -94,14 +109,8 @@ class TokenFinder:
             tokens = self.inputs.tokens_until_query(call.name, request, offset)
             if tokens is not None:
                 return _count_tokens(tokens)[:, tokens.shape[1] - shape.query_length :]
-        elif crosses is not False:
-            newest = self._newest_self_attention
-            if newest is not None and _keeps_batch_columns(newest.request):
-                same = newest.request.shape
-                if (same.batch, same.query_length) == (shape.batch, shape.query_length):
-                    return self._positions(newest)
-            if crosses:
-                return index.expand(shape.batch, -1)
+        elif crosses:
+            return index.expand(shape.batch, -1)
         start = _first_query_position(request).to(shape.device).view(-1, 1) + offset
         return (start + index).expand(shape.batch, -1)
 
@@ -114,9 +123,16 @@ def _positions_in_cache(request: AttentionRequest, place: PositionInSequence) ->
         start = torch.as_tensor(place.first_query)
     index = torch.arange(shape.query_length, device=shape.device)
     position = (start.to(shape.device).view(-1, 1) + index).expand(shape.batch, -1)
-    if place.lengths is None:
-        return position
-    return position.masked_fill(index >= place.lengths.to(shape.device)[:, None], -1)
+    real = _real_queries(request)
+    return position if real is None else position.masked_fill(~real, -1)
+
+
+def _real_queries(request: AttentionRequest) -> Tensor | None:
+    """Return which queries of a layer of this library are not padding, (batch, queries) bool; None if all are."""
+    place, shape = request.position_in_sequence, request.shape
+    if place is None or place.lengths is None:
+        return request.known_origin.unpadded_queries
+    return torch.arange(shape.query_length, device=shape.device) < place.lengths.to(shape.device)[:, None]
 
 
 def _first_query_position(request: AttentionRequest) -> Tensor:
@@ -131,9 +147,7 @@ def _first_query_position(request: AttentionRequest) -> Tensor:
 
 def _keeps_batch_columns(request: AttentionRequest) -> bool:
     """Whether query i is token i of its row in the model's batch; our own layers move padding right, or drop it."""
-    origin = request.known_origin
-    moved = origin.unpadded_queries is not None and not isinstance(origin.layer, nn.MultiheadAttention)
-    return not moved and request.packed_lengths is None
+    return request.known_origin.input_places is None
 
 
 def _count_tokens(real: Tensor) -> Tensor:

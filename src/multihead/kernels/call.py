@@ -1,8 +1,8 @@
 """The request of an attention call, its result, what surrounds it, and the listeners that receive both.
 
 Whether values may be read and who listens is found once per call, by `find_surroundings`, and passed on as one value,
-which becomes an attribute of the request. The data that only listeners need (the layer, packed lengths, the position in
-a cached sequence) is one field of the request, `origin: CallOrigin`, which is not built without listeners.
+which becomes an attribute of the request. The data that only listeners need (the layer, the position in a cached
+sequence) is one field of the request, `origin: CallOrigin`, which is not built without listeners.
 """
 
 from __future__ import annotations
@@ -68,29 +68,41 @@ class KeyPlaces:
 
 
 @dataclass(frozen=True, eq=False)
+class InputPlaces:
+    """Where the tokens of a call are in the padded input of its layer, which left padding out or moved it to the end.
+
+    Attributes:
+        index: (tokens,) int64, index of each token in the flattened (batch, length) of the input.
+        shape: batch and length of the input.
+        padded_left: whether padding comes before the tokens in the input.
+    """
+
+    index: Tensor
+    shape: tuple[int, int]
+    padded_left: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class CallOrigin:
-    """The origin of a call, which listeners read; kernels read it only for statistics.
+    """The origin of a call, which listeners read.
 
     Attributes:
         layer: the module that made the call.
-        packed_lengths: (samples,), tokens per sample if the samples are packed into one row of the batch; else None.
         position_in_sequence: position of the call in the sequence of a cache; None without a cache.
         is_cross_attention: whether keys and queries come from different sequences (cross-attention); None if unknown.
         qk_computed_for_call: whether the layer computed q and k for this call alone, so that nothing writes to them
             afterwards.
         unpadded_queries: (batch, queries) bool, False for queries that are padding; None if unknown.
-        input_padded_left: whether padding comes before the tokens in the input of the layer; in the call it is left out
-            or comes after them.
+        input_places: where the tokens are in the input of the layer, if it left padding out or moved it to the end.
         key_places: position and padding of the keys if a Hugging Face model makes the call; else None.
     """
 
     layer: nn.Module
-    packed_lengths: Tensor | None = None
     position_in_sequence: PositionInSequence | None = None
     is_cross_attention: bool | None = None
     qk_computed_for_call: bool = False
     unpadded_queries: Tensor | None = None
-    input_padded_left: bool = False
+    input_places: InputPlaces | None = None
     key_places: KeyPlaces | None = None
 
 
@@ -257,11 +269,6 @@ class AttentionRequest:
         """The origin of the call, which every call that a listener or a change of heads receives from a layer has."""
         assert self.origin is not None
         return self.origin
-
-    @property
-    def packed_lengths(self) -> Tensor | None:
-        """(samples,), tokens per sample if the samples are packed into one row of the batch; else None."""
-        return None if self.origin is None else self.origin.packed_lengths
 
     @property
     def position_in_sequence(self) -> PositionInSequence | None:

@@ -163,6 +163,28 @@ def first_key_of_queries(request: AttentionRequest, bounds: KeyBounds) -> Tensor
     return torch.cat([each.expand(samples, -1) for each in found], 1) if found else first
 
 
+def first_key_of_texts(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
+    """Return the first key that some query of the same text sees, for a mask with `row_texts`: (batch or 1, queries).
+
+    The result for a query in no text, or in one whose queries see no key, is the number of keys.
+    """
+    texts, shape = request.mask.row_texts, request.shape
+    assert texts is not None
+    first = first_key_of_queries(request, bounds)
+    text, _ = texts.locate(positions_of_queries(request))
+    rows = max(len(first), len(text)) if len(first) and len(text) else 0
+    first, text = first.expand(rows, -1), text.expand(rows, -1)
+    of_text = first.new_full((rows, texts.edges.shape[1]), shape.key_length).scatter_reduce(1, text, first, "amin")
+    return of_text.gather(1, text).masked_fill(text == texts.edges.shape[1] - 1, shape.key_length)
+
+
+def positions_of_queries(request: AttentionRequest) -> Tensor:
+    """Return the position of each query among the keys of a call: (batch or 1, queries) int64."""
+    row = torch.arange(request.shape.query_length, device=request.shape.device)[None]
+    start = request.query_start
+    return row + (start.to(row.device)[:, None] if isinstance(start, Tensor) else start)
+
+
 def _search_first_keys(request: AttentionRequest, bounds: KeyBounds, rows: slice) -> Tensor:
     """Return `first_key_of_queries` for some queries: evaluate tiles of keys until each query has its first key."""
     shape = request.shape

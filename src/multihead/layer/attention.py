@@ -467,12 +467,11 @@ class MultiHeadAttention(nn.Module):
         if around.listeners or head_changes.active_changes:
             origin = CallOrigin(
                 self,
-                padding.packed_lengths,
                 None if cache is None else cache.last_call_position,
                 crosses,
                 qk_computed_for_call=cache is None,
                 unpadded_queries=padding.unpadded_queries,
-                input_padded_left=padding.query_packing is not None and padding.query_packing.side == "left",
+                input_places=padding.input_places,
             )
         more, fits = cache is not None, padding.documents is not None
         return request_of(q, k, v, *terms, around, more_keys_later=more, mask_fits=fits, origin=origin, scales=scales)

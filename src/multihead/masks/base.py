@@ -36,6 +36,7 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from multihead.errors import MaskError
 from multihead.masks.positions import CallPositions, CallSize, SampleSpan, TilePositions
+from multihead.masks.texts import RowTexts
 from multihead.tensors.shapes import describe_type
 from multihead.tensors.tracing import constant_in_graphs
 
@@ -193,6 +194,7 @@ class Mask:
     has_key_axis: ClassVar[bool] = False  # whether the mask holds a tensor with a column per key
     band: ClassVar[Band | None] = None  # the mask as a band of keys around each query, if it is one
     sequences: ClassVar[Sequences | None] = None  # the mask as sequences of keys and a band in them, if it is that
+    row_texts: ClassVar[RowTexts | None] = None  # the texts of each row; None if each row is one text
     lookback: ClassVar[int | None] = None  # maximum number of keys back that a query sees, its own included
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -372,7 +374,7 @@ class Mask:
         return self
 
     def without_documents(self) -> Mask:
-        """Return this mask without its `Documents`, to be applied to each document separately."""
+        """Return this mask without the `Documents` that are its `row_texts`, to be applied to each text separately."""
         return self
 
     @property
@@ -550,6 +552,11 @@ class And(_CombinedMask):
             limits = zip(found[3:], other[3:], strict=True)
             found = Sequences(*kinds, *(max(pair) if min(pair) < 0 else min(pair) for pair in limits))
         return found
+
+    @property
+    def row_texts(self) -> RowTexts | None:  # type: ignore[override]
+        found = [part.row_texts for part in self.parts if part.row_texts is not None]
+        return RowTexts.intersect(found) if found else None
 
     def without_documents(self) -> Mask:
         return self._combine_parts(part.without_documents() for part in self.parts)

@@ -17,16 +17,17 @@ from multihead.masks.base import Mask, Sequences, Shifted, row_of_sample
 from multihead.masks.counts import CountsMask, IntTuples, check_counts, counts_as_tensor, device_of_counts
 from multihead.masks.distance import Full
 from multihead.masks.positions import SampleSpan
+from multihead.masks.texts import RowTexts
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(CountsMask):
-    """A sequence of consecutive documents; a query sees the keys of its own document.
+    """A sequence of consecutive documents; a query sees the keys of its own document, which is a text of its own.
 
     Args:
         lengths: numbers of tokens, ints or an integer tensor: (documents,) for all samples, or (batch, documents). A
-            document of length 0 holds no tokens. A query after the last document sees no key, and no query sees a key
-            there.
+            document of length 0 holds no tokens; at the end of a row of (batch, documents) it fills up the row. A query
+            after the last document sees no key, and no query sees a key there.
 
     Raises:
         MaskError: a length is negative or not an integer, or the lengths have another number of dimensions.
@@ -47,6 +48,15 @@ class Documents(CountsMask):
     @cached_property
     def sequences(self) -> Sequences:  # type: ignore[override]
         return Sequences(documents=self.lengths)
+
+    @property
+    def row_texts(self) -> RowTexts | None:  # type: ignore[override]
+        """The documents, each a text; with the keys that a cache has dropped."""
+        whole: RowTexts | None = self.__dict__.get("_texts_before_dropping")
+        if whole is not None:
+            return whole
+        # Not cached: the caller may change a tensor of lengths between two calls.
+        return RowTexts.of_lengths(counts_as_tensor(self.lengths, device_of_counts(self.lengths, 0)))
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
         counts = check_counts(lengths, "Documents", "(documents,) or (batch, documents)", ragged=True)
@@ -72,12 +82,16 @@ class Documents(CountsMask):
 
     def select_sample(self, index: int) -> Documents:
         lengths = counts_as_tensor(self.lengths, "cpu")
-        return Documents(row_of_sample(lengths, index) if lengths.dim() == 2 else lengths)
+        return type(self)(row_of_sample(lengths, index) if lengths.dim() == 2 else lengths)
 
     def _drop_keys(self, count: int | Tensor) -> Documents:
         ends = counts_as_tensor(self.lengths, device_of_counts(self.lengths, count)).cumsum(-1)
         ends = (ends - (count[:, None] if isinstance(count, Tensor) else count)).clamp(min=0)
-        return Documents(ends.diff(prepend=torch.zeros_like(ends[..., :1]), dim=-1))
+        left = type(self)(ends.diff(prepend=torch.zeros_like(ends[..., :1]), dim=-1))
+        if (texts := self.row_texts) is not None:
+            minus = -count if isinstance(count, Tensor) else -int(count)
+            object.__setattr__(left, "_texts_before_dropping", texts.shifted(minus))
+        return left
 
     def select_span(self, span: SampleSpan) -> Mask:
         documents, first_key = self.select_sample(span.sample), span.keys[0]
@@ -90,8 +104,18 @@ class Documents(CountsMask):
     def restrict_to_first_keys(self, count: int) -> None:
         """Return None: documents may extend past the first `count` keys, and their later queries would be lost."""
 
-    def without_documents(self) -> Full:
+    def without_documents(self) -> Mask:
         return Full()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Chunks(Documents):
+    """Parts of one text that do not see each other, as in chunked attention: `Documents` that are no texts."""
+
+    row_texts: ClassVar[None] = None
+
+    def without_documents(self) -> Mask:
+        return self
 
 
 def _document_of_positions(positions: Tensor, ends: Tensor) -> Tensor:

@@ -81,6 +81,7 @@ class SampleSpan:
             sliced.
         holds_first_visible_key: whether the first key that the queries see is the key that the kernel used for
             `first_mass`.
+        is_text_of_row: whether the sample is one of the texts of its row, see `Mask.row_texts`.
     """
 
     sample: int
@@ -88,6 +89,7 @@ class SampleSpan:
     keys: tuple[int, int]
     holds_all_visible_keys: bool = field(default=False, compare=False)
     holds_first_visible_key: bool = field(default=False, compare=False)
+    is_text_of_row: bool = field(default=False, compare=False)
 
 
 class CallSize(NamedTuple):

@@ -36,6 +36,7 @@ from multihead.models.config_in_use import is_none_mask_causal, select_in_passes
 from multihead.models.coverage import IMPLEMENTATION_NAME, names_in_eager_attention, require_attention_interface
 from multihead.models.lazy_mask import BooleanMask, LazyMask
 from multihead.models.mask_functions import MaskExtent, mask_of_function, padding_mask, padding_of_keys
+from multihead.models.packed_rows import TEXT_EDGES, count_mask, report_packed_rows, separate_texts
 from multihead.models.pretrained import is_cross_attention, pretrained_models
 from multihead.models.rejection import reject_unsupported_models
 from multihead.scores.bias import Bias, add_biases
@@ -43,6 +44,7 @@ from multihead.tensors.tracing import constant_in_graphs, is_traced
 from multihead.tensors.undo import Undo
 
 _FULL_MASK, _CAUSAL_MASK = Full(), Causal()
+_TEXT_EDGES = frozenset(TEXT_EDGES)
 # Most queries of a step of decoding, with assisted generation too. `generate` makes the mask of a step with a static
 # cache, whose length is a tensor, outside of the compiled forward.
 _MOST_DECODED_TOKENS = 32
@@ -76,6 +78,7 @@ def install_until_undone(model: nn.Module, report: ReportBypass, undo: Undo) -> 
     require_attention_interface(model)
     select_in_passes(undo, model, models.values(), IMPLEMENTATION_NAME)
     report_bypassing_modules(undo, model, models, report)
+    report_packed_rows(undo, models.values())
 
 
 def transformers_attention(
@@ -122,6 +125,8 @@ def transformers_attention(
     """
     if not torch.compiler.is_compiling():
         call_counts.count += 1
+    has_edges = not _TEXT_EDGES.isdisjoint(options)
+    edges = {name: options.pop(name) for name in TEXT_EDGES if name in options} if has_edges else None
     _check_arguments(module, cache, sinks, options)
     if query.dtype != value.dtype and torch.is_autocast_enabled(query.device.type):
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embedding converted them to float32
@@ -130,6 +135,8 @@ def transformers_attention(
     keys = key.shape[2]
     attention_mask = _mask_of_first_keys(attention_mask, keys)
     mask, bias, start = _mask_of_call(module, attention_mask, query.shape[2], keys, is_causal=is_causal)
+    if edges:
+        mask, start = separate_texts(mask, module, edges, query, key), start or 0
     if indices is not None or block_indices is not None:
         mask = mask & _mask_of_selection(module, indices, block_indices, query.shape[1], keys)
     if isinstance(position_bias, Tensor):
@@ -259,7 +266,7 @@ def _origin_of_call(module: nn.Module, attention_mask: Tensor | None) -> CallOri
     if not isinstance(attention_mask, LazyMask):
         return CallOrigin(module, key_places=KeyPlaces())
     packing, places = attention_mask.packing, KeyPlaces(attention_mask.extent.key_offset, attention_mask.padding)
-    return CallOrigin(module, None if packing is None else packing.lengths, key_places=places)
+    return CallOrigin(module, key_places=places, input_places=None if packing is None else packing.input_places)
 
 
 def transformers_mask(
@@ -315,6 +322,7 @@ def transformers_mask(
     extent = MaskExtent(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), torch.device(device))
     padding = None if attention_mask is None else padding_of_keys(attention_mask, extent)
     mask = mask_of_function(function, extent)
+    count_mask(mask)
     if sequence_split.active_split is not None:
         _check_mask_of_rank(mask, padding)
     if mask is None:

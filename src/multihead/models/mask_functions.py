@@ -22,6 +22,7 @@ from multihead.errors import ArgumentError
 from multihead.kernels import sequence_split
 from multihead.masks import Causal, Documents, Full, Keep, Lengths, Mask, Window
 from multihead.masks.base import Sequences
+from multihead.masks.documents import Chunks
 from multihead.masks.positions import TilePositions
 from multihead.tensors.shapes import MAX_POSITION
 
@@ -157,7 +158,7 @@ def _two_sided_window_mask(closure: dict[str, Any], extent: MaskExtent) -> Mask:
 
 
 def _documents_of_chunks(closure: dict[str, Any], extent: MaskExtent) -> Mask:
-    """Convert chunked attention, chunks of equal size after the left padding, to a Documents mask."""
+    """Convert chunked attention, chunks of equal size after the left padding, which are parts of one text."""
     size, padding = int(closure["chunk_size"]), closure["left_padding"].to(extent.device)
     if extent.key_offset:
         raise LookupError("The chunks of dropped keys are unknown.")
@@ -165,7 +166,7 @@ def _documents_of_chunks(closure: dict[str, Any], extent: MaskExtent) -> Mask:
     count = -(-extent.keys // size) + 1
     whole = torch.full((extent.batch, count), size, dtype=torch.int64, device=extent.device)
     lengths = torch.cat([first.view(-1, 1).expand(extent.batch, 1), whole], 1)
-    return Documents(truncate_documents(lengths, extent.keys))
+    return Chunks(truncate_documents(lengths, extent.keys))
 
 
 def _documents_of_sequence_numbers(closure: dict[str, Any], extent: MaskExtent) -> Mask:

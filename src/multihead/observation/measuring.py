@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from multihead.functional import attend
 from multihead.kernels.call import AttentionCall, AttentionRequest
 from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
-from multihead.kernels.parts import FIRST_KEYS_MASS, SPECIAL_MASS, TOKENS_MASS, PartName
+from multihead.kernels.parts import SPECIAL_MASS, TOKENS_MASS, PartName
 from multihead.observation.output_projection import output_weight
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import MAP_SIZE, PoolOperation, ProbeContext
@@ -26,7 +26,7 @@ from multihead.probes.lookups import weight_at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import PartValues, Probe, Statistic
 from multihead.probes.statistics import complete_statistics, parts_of_probes, possible_probes, statistics_of_call
-from multihead.record.batch import SampleSpans, concatenate_ranges
+from multihead.record.batch import SampleSpans
 from multihead.record.chance import with_zero_scores
 from multihead.record.text_rows import MeasuredRows, TextRows
 from multihead.record.token_ids import CallTokenIds, is_among
@@ -83,7 +83,7 @@ class StatisticsMeasurer:
             layer: module that makes the call.
             shape: shape of the call.
             ids: (batch, keys) int64, the token id of each key, or None.
-            distinct: (batch, keys), like `ids`, but different for equal tokens of different texts in a packed row.
+            distinct: (batch, keys), like `ids`, but different for equal tokens of different texts.
         """
         compared = special = weight = None
         sets = {}
@@ -143,29 +143,25 @@ class StatisticsMeasurer:
         """Measure all texts of a call at once.
 
         Args:
-            call: the first call of its texts, one per row or packed.
+            call: the first call of its texts.
             sample_spans: the positions of the texts in the batch.
             ids: the token ids of the texts.
             windows: how many consecutive rows of the batch are windows of one text.
             chance: name of a statistic -> its chance levels, (heads or 1, rows).
         """
-        request, shape = call.request, call.request.shape
+        request = call.request
         rows = sample_spans.rows_with_ids(ids)
         read, distinct = ids.key_ids(request), None
         if read is not None:
-            # number of the text of each token
-            text = rows.text[None] if sample_spans.packed else torch.arange(shape.batch)[:, None]
-            real = torch.zeros(shape.batch, shape.key_length, dtype=torch.bool)
-            sample, _, _, first_key, stop_key = sample_spans.span_ends
-            real.view(-1)[concatenate_ranges(sample * shape.key_length + first_key, stop_key - first_key)] = True
-            read = read.masked_fill(~real, -1)
-            distinct = read + text * (int(read.max()) + 2)  # equal tokens of two texts must not match
-        context = self.probe_context(request.known_origin.layer, shape, read, distinct=distinct)
+            text = sample_spans.sample_of_keys()
+            read = read.masked_fill(text < 0, -1)
+            distinct = read + text.clamp(min=0) * (int(read.max()) + 2)  # equal tokens of two texts must not match
+        context = self.probe_context(request.known_origin.layer, request.shape, read, distinct=distinct)
         context = replace(context, key_start=sample_spans.key_starts_in_text(windows))
         parts = call.result.statistics
-        if sample_spans.packed:
-            missing = parts_of_probes(possible_probes(self.probes, request, context)) - parts.keys()
-            parts = {**parts, **_measure_packed_texts(call, sample_spans, rows.text, missing, context)}
+        missing = self.parts - parts.keys()
+        if sample_spans.texts is not None and SPECIAL_MASS.name in missing and context.special_keys is not None:
+            parts = {**parts, **_look_up_special_keys(call, sample_spans, context)}
         measured = self.measure(call, rows, context, parts=parts, chance=chance)
         return measured if windows == 1 else replace(measured, rows=replace(rows, ends=rows.ends[::windows]))
 
@@ -189,52 +185,44 @@ class StatisticsMeasurer:
         return replace(self, probes=probes), AttentionCall(request, attend(request, published=False))
 
 
-def _measure_packed_texts(
-    call: AttentionCall, sample_spans: SampleSpans, text: Tensor, missing: frozenset[PartName], context: ProbeContext
+def _look_up_special_keys(
+    call: AttentionCall, sample_spans: SampleSpans, context: ProbeContext
 ) -> dict[PartName, Tensor]:
-    """Measure the weights on the first keys and on the special keys of each query's own text in a packed row."""
-    found: dict[PartName, Tensor] = {}
-    counts = {part: part[1] for part in missing if part[0] == FIRST_KEYS_MASS.name and isinstance(part[1], int)}
-    if not counts and SPECIAL_MASS.name not in missing:
-        return found
-    logsumexp, device = call.result.logsumexp.detach(), call.request.shape.device
+    """Measure the weights on the special keys of each query's text, in rows of several texts with few special keys."""
+    logsumexp, device, keys = call.result.logsumexp.detach(), call.request.shape.device, call.request.shape.key_length
+    assert context.special_keys is not None
+    text = sample_spans.sample_of_keys()
+    table = token_indices_per_text(context.special_keys.cpu().flatten(), text.flatten())  # (most, batch * keys)
+    if len(table) > MAX_LOOKED_UP_SPECIAL_KEYS:
+        return {}
     measured = MeasuredCall.from_request(call.request, logsumexp, context)
-    start = sample_spans.first_keys[0, 0]  # (tokens,)
-
-    def weight_on(keys: Tensor) -> Tensor:
-        found = weight_at_keys(measured, keys.to(device)[None]).to(logsumexp.dtype)
-        return found.masked_fill_(logsumexp.isnan(), torch.nan)
-
-    for part, count in counts.items():
-        found[part] = torch.zeros_like(logsumexp)
-        for place in range(min(count, int(text.bincount().max()))):
-            found[part] += weight_on(start + place)  # 0 after the end of the text: not visible
-    if SPECIAL_MASS.name in missing and context.special_keys is not None:
-        first = found.get(FIRST_KEY_WEIGHT, call.result.statistics.get(FIRST_KEY_WEIGHT))
-        keys = token_indices_per_text(context.special_keys[0].cpu(), text)  # (most, tokens)
-        if len(keys) <= MAX_LOOKED_UP_SPECIAL_KEYS:
-            total = torch.zeros_like(logsumexp)
-            for each in keys:
-                total += first if first is not None and torch.equal(each, start) else weight_on(each)
-            found[SPECIAL_MASS.name] = total
-    return found
+    first = call.result.statistics.get(FIRST_KEY_WEIGHT)
+    first_key = sample_spans.first_keys[:, 0]  # (batch, keys)
+    total = torch.zeros_like(logsumexp)
+    for row in table.view(-1, *text.shape):
+        key = torch.where(row >= 0, row % max(keys, 1), -1)
+        if first is not None and torch.equal(key, first_key):
+            total += first
+        else:
+            total += weight_at_keys(measured, key.to(device)).to(logsumexp.dtype)
+    return {SPECIAL_MASS.name: total.masked_fill_(logsumexp.isnan(), torch.nan)}
 
 
 def token_indices_per_text(flags: Tensor, text: Tensor) -> Tensor:
-    """Find the flagged tokens in the text of each token, for a row of packed texts.
+    """Find the flagged tokens in the text of each token.
 
     Args:
-        flags: (tokens,) bool, True for the tokens to find.
-        text: (tokens,) int64, number of each token's text, ascending from 0.
+        flags: (tokens,) bool, True for the tokens to find, each of which is in a text.
+        text: (tokens,) int64, number of each token's text, ascending; -1 for a token in no text.
 
     Returns:
         (n, tokens) int64: in row i, the index of the i-th flagged token in the same text, or -1; n is the largest
         number of flagged tokens in a text.
     """
-    place, texts = flags.nonzero().flatten(), int(text[-1]) + 1
+    place, texts = flags.nonzero().flatten(), int(text.max()) + 1 if len(text) else 0
     row = text[place]
     count = row.bincount(minlength=texts)
     rank = torch.arange(len(place)) - (count.cumsum(0) - count)[row]
-    table = torch.full((int(count.max()), texts), -1)
+    table = torch.full((int(count.max()) if texts else 0, texts + 1), -1)  # the last column is that of no text
     table[rank, row] = place
     return table[:, text]

@@ -87,7 +87,7 @@ class _LayerCall:
         query_stop: position after the last query, in the sequence.
         key_length: number of keys.
         edge_keys: (2, batch, kv_heads, head_dim), the first key, and the key of the last query (in cross-attention
-            the last key) of the call; None if a cache of this library links the calls, and for packed samples.
+            the last key) of the call; None if a cache of this library links the calls, and for several texts in a row.
         cross_attention: whether the keys come from another sequence than the queries.
         is_first: whether the call is the first one of its samples.
         is_further_window: whether the call computes a further window of the samples of the call before it.
@@ -128,7 +128,7 @@ class _LayerCall:
         if request.position_in_sequence is None:
             start = 0 if isinstance(request.query_start, Tensor) else request.query_start
             stop = int(offset) + start + shape.query_length
-            if shape.key_length and request.packed_lengths is None:  # no call continues packed samples
+            if shape.key_length and request.mask.row_texts is None:  # without a cache of ours, no call continues texts
                 last = -1 if cross_attention else min(stop - int(offset), shape.key_length) - 1
                 edge = torch.stack([request.k[:, :, 0], request.k[:, :, last]]).detach()
         own_offset = offset.clone() if isinstance(offset, Tensor) else offset  # a cache may overwrite its tensor
@@ -255,7 +255,7 @@ class Recorder:
             return True
         if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor):
             return False
-        if request.packed_lengths is not None or previous.edge_keys is None or not request.shape.key_length:
+        if request.mask.row_texts is not None or previous.edge_keys is None or not request.shape.key_length:
             return False
         first, keys = request.k[:, :, 0], request.shape.key_length
         if first.shape != previous.edge_keys.shape[1:]:
@@ -270,14 +270,16 @@ class Recorder:
     def _add_call(self, call: AttentionCall, state: _LayerCall) -> None:
         """Measure a call, all samples at once if possible, and add it to the record."""
         request, summary = call.request, state.layer.running_summary
-        sample_spans = self._find_samples(request)
+        sample_spans = self._find_samples(request, cross_attention=state.cross_attention)
         ids = self._ids_of_call(request, sample_spans, cross_attention=state.cross_attention)
-        without_windows = request.packed_lengths is not None or request.position_in_sequence is not None
+        without_windows = sample_spans.texts is not None or request.position_in_sequence is not None
         if not (without_windows or state.cross_attention):
             name = self.measurer.module_name(request)
             state.windows = self.inputs.rows_per_sample(name, request.shape.batch)
         before, windows = state.num_keys, state.windows
         state.num_keys = cache(lambda: before() + sample_spans.key_lengths(windows).sum(1))
+        if not state.is_first and sample_spans.texts is not None:
+            _check_same_texts(len(sample_spans.spans), len(state.samples()), self.measurer.module_name(request))
         if state.is_first:
             state.key_starts = cache(partial(sample_spans.key_starts, state.offset))
         add = self._add_first_call if summary is None else self._add_batch_to_summary
@@ -312,7 +314,7 @@ class Recorder:
             chance, spread = measurer.spread_evenly(call)
             return dict(chance.measure_batch(spread, sample_spans, ids, windows=windows).values)
 
-        contents = sample_spans.packed_lengths, sample_spans.real_queries, windows
+        contents = sample_spans.real_queries, windows
         chance = self._chance_levels_of(measurer, request, contents, ids.queries, spread_evenly)
         measured = measurer.measure_batch(call, sample_spans, ids, windows=windows, chance=chance)
         summary.add(measured, state.texts)
@@ -378,8 +380,8 @@ class Recorder:
             fresh = request.known_origin.qk_computed_for_call
             batch.q = KeptRows.keep(request.q, lambda: sample_spans.query_rows, device, layer=layer.name, fresh=fresh)
             batch.k = KeptRows.keep(request.k, lambda: sample_spans.key_rows, device, layer=layer.name, fresh=fresh)
-        # Tensors in the caller's mask may change later, so they are sliced now; lengths of packed samples were copied.
-        if (request.mask.without_documents() if sample_spans.packed else request.mask).holds_tensors:
+        # Tensors in the caller's mask may change later, so they are sliced now; lengths of texts were copied.
+        if (request.mask if sample_spans.texts is None else request.mask.without_documents()).holds_tensors:
             batch.slice_requests()
         state.samples = lambda: batch.samples
         self.record.add_batch(layer, batch)
@@ -394,12 +396,18 @@ class Recorder:
         bare = replace(bare, shape=bare.shape._replace(query_length=length, key_length=length))
         sample_spans = self._shared_spans(bare)
         own_ids = self._ids_of_whole_sequence(request, sequence)
-        ids = CallTokenIds(own_ids, None, cross_attention=False, packed=False, query_start=0)
+        ids = CallTokenIds(own_ids, None, cross_attention=False, query_start=0)
         _check_measurable_on_a_rank(self.measurer.probes)
-        parts = dict(number_in_text(result.statistics, sample_spans.key_starts_in_text(), result.logsumexp))
+        starts = sample_spans.key_starts_in_text()
+        if isinstance(starts, Tensor) and starts.shape[-1] == length:  # a number per query, of which this rank has some
+            starts = starts[..., sequence.positions_of_rank(request.shape.query_length, starts.device)]
+        parts = dict(number_in_text(result.statistics, starts, result.logsumexp))
         if request.sinks is not None:
             parts[SINK_MASS.name] = sink_mass(result.logsumexp.detach(), request.sinks)
-        parts = {part: value for part, value in parts.items() if sample_spans.sliceable.includes(part)}
+        valid = sample_spans.sliceable
+        if sample_spans.texts is not None:  # the ranks measured the first key of the row
+            valid = valid._replace(first_key=False)
+        parts = {part: value for part, value in parts.items() if valid.includes(part)}
         whole = replace(request, shape=bare.shape._replace(device=request.shape.device))
         if parts_of_probes(self.measurer.probes) - parts.keys():
             keys = sequence.gather_tokens(request.k, 2)
@@ -408,13 +416,13 @@ class Recorder:
         attended = AttentionCall(whole, replace(result, statistics=parts))
         samples = []
         chunks = sequence.chunks_of_rank(length)
-        for index, span in enumerate(sample_spans.spans):
+        for span in sample_spans.spans:
             queries, own_keys = (_find_tokens_on_rank(chunks, each) for each in (span.queries, span.keys))
             sample = self._sample_factory(layer.name)()
             if sequence.rank_and_world_size[1] > 1:
                 sample.split = TokensOfRank(*(tuple(place for place, _ in tokens) for tokens in (queries, own_keys)))
-            ids.append_to_sample(sample, span, index, -span.keys[0])
-            sample.segments = [Segment(replace(slice_request(bare, span, packed=False), sinks=bare.sinks))]
+            ids.append_to_sample(sample, span, -span.keys[0])
+            sample.segments = [Segment(replace(slice_request(bare, span), sinks=bare.sinks))]
             rows, columns = ([indices for _, indices in tokens] for tokens in (queries, own_keys))
             sample.calls = [((0, sample.num_queries), (0, span.keys[1] - span.keys[0]))]
             sample.logsumexp.add(_slice_rows(result.logsumexp, span, rows).to(device))
@@ -452,13 +460,13 @@ class Recorder:
         """
         request, result = call.request, call.result
         one, columns = slice(span.sample, span.sample + 1), slice(*span.keys)
-        of_span = slice_request(request, span, packed=False)
+        of_span = slice_request(request, span)
         first_key = first_key_of_samples(of_span, bounds_of(of_span))
         found: list[dict[str, Tensor]] = []
         for positions, rows in queries or [((0, 0), slice(0))]:  # a rank without tokens has empty statistics
             places = positions[0] + span.queries[0], positions[1] + span.queries[0]
             part = replace(
-                slice_request(request, replace(span, queries=places), packed=False),
+                slice_request(request, replace(span, queries=places)),
                 q=request.q[one, :, rows],
                 k=request.k[one, :, columns],
                 v=request.v[one, :, columns],
@@ -474,10 +482,12 @@ class Recorder:
             found.append(complete_statistics(part, own.logsumexp, possible, context, parts=own.statistics, result=own))
         return sample.join_queries([{name: value[0].cpu() for name, value in each.items()} for each in found])
 
-    def _find_samples(self, request: AttentionRequest) -> SampleSpans:
+    def _find_samples(self, request: AttentionRequest, *, cross_attention: bool) -> SampleSpans:
         """Find the spans of the samples in a call; reuse the spans of the previous call if they are equal."""
         keys = None if request.origin is None else request.origin.key_places
         real, padding = None, None
+        if keys is not None and request.known_origin.input_places is not None:
+            keys = None  # the model has left padding out
         if request.position_in_sequence is not None and request.position_in_sequence.lengths is not None:
             token = torch.arange(request.shape.query_length, device=request.shape.device)
             real = token < request.position_in_sequence.lengths[:, None]
@@ -489,10 +499,15 @@ class Recorder:
             padding = keys.padding
             before = self.inputs.tokens_until_query(self.measurer.module_name(request), request, keys.offset)
             real = None if before is None else before[:, before.shape[1] - request.shape.query_length :]
-        return self._shared_spans(request, real, padding)
+        return self._shared_spans(request, real, padding, one_text=cross_attention)
 
     def _shared_spans(
-        self, request: AttentionRequest, real: Tensor | None = None, padding: Tensor | None = None
+        self,
+        request: AttentionRequest,
+        real: Tensor | None = None,
+        padding: Tensor | None = None,
+        *,
+        one_text: bool = False,
     ) -> SampleSpans:
         """Return the spans of the newest call if they are valid for this call, else the spans of this call.
 
@@ -500,39 +515,35 @@ class Recorder:
             request: the call.
             real: (batch, queries) bool, False for padding; None if unknown.
             padding: (batch, keys) bool, False for padding; None if unknown.
+            one_text: whether a row is one text, whatever the mask separates: keys are not the tokens of the queries.
         """
-        if self._newest_sample_spans is None or not self._newest_sample_spans.fits_call(request, real, padding):
-            packed = request.packed_lengths
-            own_packed = None if packed is None else packed.clone()  # the caller may change the tensor later
-            self._newest_sample_spans = SampleSpans(
-                self._request_without_tensors(request, request.shape.device), own_packed, real, padding
-            )
-        return self._newest_sample_spans
+        newest = self._newest_sample_spans
+        if newest is None or not newest.fits_call(request, real, padding, one_text=one_text):
+            bare, texts = self._request_without_tensors(request, request.shape.device), request.mask.row_texts
+            newest = self._newest_sample_spans = SampleSpans(bare, None if one_text else texts, real, padding)
+        return newest
 
     def _ids_of_call(
         self, request: AttentionRequest, sample_spans: SampleSpans, *, cross_attention: bool
     ) -> CallTokenIds:
         """Return the token ids of a call, from inputs that fit its shape and belong to the model around its layer."""
-        shape, continued, packed = request.shape, request.position_in_sequence, request.packed_lengths
+        shape, continued = request.shape, request.position_in_sequence
         name = self.measurer.module_name(request)
         queries = keys = None
         lengths = None if continued is None else continued.lengths
         if lengths is None or not bool((lengths < shape.query_length).any()):  # else it is unknown which are padding
             queries = self.inputs.inputs_of_queries(name).ids
             keys = self.inputs.encoder_inputs(name).ids if cross_attention else None
-        if queries is not None and (
-            len(queries) != len(packed) if packed is not None else queries.shape != (shape.batch, shape.query_length)
-        ):
-            queries = None
+        if queries is not None:
+            queries = sample_spans.ids_of_queries(queries, request)
         if keys is not None and keys.shape != (shape.batch, shape.key_length):
             keys = None
-        if queries is not None and request.known_origin.input_padded_left:
-            queries = _move_padding_to_the_right(queries, sample_spans.span_ends)
-        image = None if queries is not None or cross_attention or packed is not None else self._image_of_layer(name)
+        no_image = queries is not None or cross_attention or sample_spans.texts is not None
+        image = None if no_image else self._image_of_layer(name)
         if image is not None and not image.length == shape.query_length == shape.key_length:
             image = None  # a layer that attends within windows, or an image of another size
         start = sample_spans.request.query_start
-        return CallTokenIds(queries, keys, cross_attention, sample_spans.packed, start, image)
+        return CallTokenIds(queries, keys, cross_attention, start, image)
 
     def _parts_of_batch(self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds) -> PartValues | None:
         """Return the parts of all probes for the whole batch; None if each sample must be measured separately.
@@ -581,10 +592,12 @@ class Recorder:
         state.samples = lambda: samples
         self.record.add(layer, ())
         for index, (span, key_start) in enumerate(zip(sample_spans.spans, starts.tolist(), strict=True)):
+            if span.is_text_of_row and not state.is_first and span.queries[0] >= span.queries[1]:
+                continue  # a text of the row that ended in an earlier call, or begins in a later one
             sample, is_window = samples[index // windows], state.is_further_window or index % windows > 0
             if not state.is_first:
-                ids.append_to_sample(sample, span, index, key_start - span.keys[0])
-            alone, start = slice_call(call, span), 0 if request.packed_lengths is not None else key_start
+                ids.append_to_sample(sample, span, key_start - span.keys[0])
+            alone, start = slice_call(call, span), key_start
             if not is_window:
                 alone, start = restore_dropped_keys(alone, start)
             if sample_spans.real_queries is not None:
@@ -742,11 +755,13 @@ class Recorder:
             )
 
 
-def _move_padding_to_the_right(ids: Tensor, span_ends: Tensor) -> Tensor:
-    """Roll each row of ids (samples, tokens), padded on the left, so that it begins with the tokens of its sample."""
-    padding = ids.shape[1] - (span_ends[2] - span_ends[1])  # (samples,)
-    place = (torch.arange(ids.shape[1]) + padding[:, None]) % max(ids.shape[1], 1)
-    return ids.gather(1, place)
+def _check_same_texts(given: int, before: int, name: str) -> None:
+    """Check that a later call of a cache has as many texts as the call that began them."""
+    if given != before:
+        raise ModelError(
+            f"The mask of this call of {name} separates {given} texts, and that of the call before it {before}.",
+            "Give masks.Documents the lengths of all texts that the cache will hold, in each of its calls.",
+        )
 
 
 def _check_measurable_on_a_rank(probes: Iterable[Probe]) -> None:

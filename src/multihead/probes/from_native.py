@@ -57,13 +57,16 @@ def measure(call: MeasuredCall, parts: Collection[PartName]) -> dict[PartName, T
     Args:
         call: the call; no gradients are computed.
         parts: a subset of `measurable_parts`.
+
+    Returns:
+        the parts, without the weight on the first key where a row has several texts and special keys are measured too.
     """
     found: dict[PartName, Tensor] = {}
     if not PARTS_OF_ONE_PASS.isdisjoint(parts):
         found |= run_first_pass(call.request, call.bounds, parts, call.context)[1]
     if not PARTS_OF_SECOND_PASS.isdisjoint(parts):
         found |= _measure_received_and_map(call, mapped="pooled_map" in parts)
-    return {part: found[part] for part in parts}
+    return {part: found[part] for part in parts if part in found}
 
 
 def _measure_received_and_map(call: MeasuredCall, *, mapped: bool) -> dict[PartName, Tensor]:

@@ -74,7 +74,13 @@ def weight_after_dropped_key(call: MeasuredCall, id_before: Tensor) -> Tensor:
 
 
 def weight_on_first_keys(call: MeasuredCall, count: int) -> Tensor:
-    """Sum each query's weights on the first `count` keys of its sample: (batch, heads, queries)."""
+    """Sum each query's weights on the first `count` keys of its text: (batch, heads, queries)."""
+    texts = call.request.mask.row_texts
+    if texts is not None and call.context.first_key is None:
+        first, total = call.first_keys_of_queries, torch.zeros_like(call.finite_logsumexp)
+        for place in range(min(count, texts.longest)):
+            total += weight_at_keys(call, first + place)  # 0 after the end of the text, which the mask hides
+        return total
     least, most = (int(edge) for edge in call.first_keys.aminmax()) if len(call.first_keys) else (0, 0)
     # Only offsets at which some sample has a key are looked up.
     places = torch.arange(max(0, -most), max(0, -most, min(count, call.request.shape.key_length - least)))

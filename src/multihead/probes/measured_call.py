@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest, AttentionResult
-from multihead.kernels.dense_tile import first_key_of_queries, first_key_of_samples, visible_cells
+from multihead.kernels.dense_tile import first_key_of_samples, first_key_of_texts, positions_of_queries, visible_cells
 from multihead.kernels.nonfinite import replace_nonfinite
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
@@ -97,11 +97,7 @@ class MeasuredCall:
     @cached_property
     def positions(self) -> Tensor:
         """Position of each query among the keys: (batch, queries) int64."""
-        shape, start = self.request.shape, self.request.query_start
-        row = torch.arange(shape.query_length, device=shape.device)
-        if isinstance(start, Tensor):
-            return row + start.to(shape.device)[:, None]
-        return (row + start).expand(shape.batch, -1)
+        return positions_of_queries(self.request).expand(self.request.shape.batch, -1)
 
     @cached_property
     def first_keys(self) -> Tensor:
@@ -114,13 +110,9 @@ class MeasuredCall:
     @property
     def first_keys_of_queries(self) -> Tensor:
         """Index of the first key of each query's text: (batch, 1 or queries) int64; no key if none is seen."""
-        lengths = self.request.packed_lengths
-        if lengths is None or self.context.first_key is not None:
+        if self.request.mask.row_texts is None or self.context.first_key is not None:
             return self.first_keys[:, None]
-        of_queries = first_key_of_queries(self.request, self.bounds)  # (1, queries)
-        text = torch.arange(len(lengths), device=of_queries.device).repeat_interleave(lengths.to(of_queries.device))
-        none = of_queries.new_full((1, len(lengths)), self.request.shape.key_length)
-        return none.scatter_reduce(1, text[None], of_queries, "amin")[:, text]
+        return first_key_of_texts(self.request, self.bounds).expand(self.request.shape.batch, -1)
 
     def keys_of_set(self, name: str, tokens: frozenset[int] | None) -> Tensor:
         """Return which keys are in a set, (batch, keys) bool, from the context or by token ids."""

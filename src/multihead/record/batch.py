@@ -10,8 +10,8 @@ was changed in place raises an error; the change is detected by the version coun
 Tables summarise the batch without cutting it, sample by sample over the same numbers in the same order, so that cutting
 changes no bit of a table. An earlier version cut each batch while recording it, and creating requests, masks, texts and
 small tensors per sample and layer took longer than the statistics. Since batches are cut later, recording 32 texts in 6
-layers takes a quarter of the earlier time, or two fifths if q and k are copied. The samples of a packed row are found
-when they are read. The call of a layer on a padded batch (8 x 512 tokens) takes 1.04 times as long as without
+layers takes a quarter of the earlier time, or two fifths if q and k are copied. The texts of a row are found when they
+are read. The call of a layer on a padded batch (8 x 512 tokens) takes 1.04 times as long as without
 recording, or 1.05 with q and k (medians of five runs); single runs are 1.03 to 1.07, since how often the C allocator
 returns memory to the system differs more than that. Most of the time that recording adds is the first execution of
 Python code after a kernel, whose data has filled the caches.
@@ -40,12 +40,13 @@ from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks import Keep
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.positions import SampleSpan
+from multihead.masks.texts import RowTexts
 from multihead.probes.probe import PartValues, Probe, Statistic
 from multihead.probes.statistics import statistic_from_parts
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import ChunkedRows, Segment, copy_contiguous
 from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, TextRows
-from multihead.record.token_ids import CallTokenIds
+from multihead.record.token_ids import CallTokenIds, ids_of_queries
 from multihead.scores.bias import Bias, RelativeBias
 
 SLICING_LOCK = RLock()
@@ -179,32 +180,27 @@ class SampleSpans:
 
     Attributes:
         request: the call without q, k, v and the layer that made it.
-        packed_lengths: (samples,), number of tokens of each sample if the samples are packed in one row, else None.
+        texts: the texts of each row of the batch, each a sample; None if each row is one sample.
         real_queries: (batch, queries) bool, False for padding; None if unknown.
         real_keys: (batch, keys) bool, False for padding; None if unknown.
         requests: the sliced request of each sample, without q, k and v; empty until `slice_requests`.
     """
 
     request: AttentionRequest
-    packed_lengths: Tensor | None = None
+    texts: RowTexts | None = None
     real_queries: Tensor | None = None
     real_keys: Tensor | None = None
     requests: list[AttentionRequest] = field(default_factory=list)
     _key_starts_in_text: dict[int, int | Tensor] = field(default_factory=dict)  # by number of windows
     # the ids of queries, whether they are those of cross-attention, and the rows: shared by the layers of a pass
     _newest_rows_with_ids: tuple[Tensor | None, bool, TextRows] | None = None
-
-    @property
-    def packed(self) -> bool:
-        """Whether the samples are packed in one row."""
-        return self.packed_lengths is not None
+    # the ids of the model's input, where the tokens of the call are in it, and the ids of the queries: shared likewise
+    _newest_ids: tuple[Tensor, object, Tensor | None] | None = None
 
     @cached_property
     def spans(self) -> list[SampleSpan]:
         """Ranges of queries and keys of each sample in the call."""
-        if self.packed_lengths is not None:
-            return packed_spans(self.packed_lengths)
-        return spans_of_call(self.request, queries=self.real_queries, keys=self.real_keys)
+        return spans_of_call(self.request, self.texts, queries=self.real_queries, keys=self.real_keys)
 
     @cached_property
     def span_ends(self) -> Tensor:
@@ -243,14 +239,15 @@ class SampleSpans:
 
         With padding between the queries of a sample, no measured quantity is valid for a sample.
         """
-        if self.packed:  # each sample begins at position 0, and its queries see only its own keys
+        # Each text begins at its first key, and its queries see only its own keys; spans need not be read.
+        if self.texts is not None and _hides_no_token(self.request, self.real_queries, self.real_keys):
             return Sliceable()
-        if (
-            self.real_queries is not None
-            and self.real_queries.sum(1).tolist() != (self.span_ends[2] - self.span_ends[1]).tolist()
-        ):
-            return Sliceable(any_part=False)
-        of_spans = [sliceable_parts(self.request, span, packed=False) for span in self.spans]
+        if self.real_queries is not None:
+            sample, first, stop = self.span_ends[:3]
+            places = concatenate_ranges(sample * self.request.shape.query_length + first, stop - first)
+            if not bool(self.real_queries.cpu().flatten()[places].all()):
+                return Sliceable(any_part=False)
+        of_spans = [sliceable_parts(self.request, span) for span in self.spans]
         return Sliceable(*(all(each) for each in zip(*of_spans, strict=True))) if of_spans else Sliceable()
 
     @cached_property
@@ -268,6 +265,14 @@ class SampleSpans:
         num_keys = (stop_key - first_key).repeat_interleave(lengths)
         return TextRows(ends, positions, num_keys, None if whole else places)
 
+    def ids_of_queries(self, ids: Tensor, request: AttentionRequest) -> Tensor | None:
+        """Return the token ids of the queries of a call, given those of the model's input; see `token_ids`."""
+        newest, places = self._newest_ids, request.known_origin.input_places
+        index = None if places is None else places.index
+        if newest is None or newest[0] is not ids or newest[1] is not index:
+            newest = self._newest_ids = ids, index, ids_of_queries(ids, request, self)
+        return newest[2]
+
     def rows_with_ids(self, ids: CallTokenIds) -> TextRows:
         """Return `text_rows` with the token ids of the call, where these are all tokens of the texts so far."""
         newest = self._newest_rows_with_ids
@@ -284,9 +289,6 @@ class SampleSpans:
             or bool((rows.positions[rows.ends[:-1][rows.ends.diff() > 0]] != 0).any())
         ):
             return rows
-        if self.packed:
-            real = torch.arange(known.shape[1]) < rows.ends.diff()[:, None]
-            return rows.with_token_ids(known[real])
         return rows.with_token_ids(rows.select(known[:, None])[0])
 
     @cached_property
@@ -309,22 +311,45 @@ class SampleSpans:
         return self._key_starts_in_text[windows]
 
     def _per_query(self, of_samples: Tensor) -> Tensor:
-        """Return for each query the number of its sample: (samples,) -> (batch, 1, 1 or queries)."""
-        if not self.packed:
+        """Return for each query the number of its sample: (samples,) -> (batch, 1, 1 or queries); 0 without sample."""
+        if self.texts is None:
             return of_samples[:, None, None]
-        return of_samples.repeat_interleave(self.span_ends[2] - self.span_ends[1])[None, None]
+        return self._fill(of_samples, *self.span_ends[:3], width=self.request.shape.query_length, other=0)[:, None]
 
-    def fits_call(self, request: AttentionRequest, real: Tensor | None, padding: Tensor | None) -> bool:
-        """Whether these spans are valid for another call: same mask, options, shape and padding."""
+    def sample_of_keys(self) -> Tensor:
+        """Return the sample of each key, (batch, keys) int64; -1 for keys of no sample."""
+        sample, _, _, first, stop = self.span_ends
+        numbers = torch.arange(len(sample))
+        return self._fill(numbers, sample, first, stop, width=self.request.shape.key_length, other=-1)
+
+    def sample_of_queries(self) -> Tensor:
+        """Return the sample of each query, (batch, queries) int64; -1 for queries of no sample."""
+        numbers = torch.arange(len(self.spans))
+        return self._fill(numbers, *self.span_ends[:3], width=self.request.shape.query_length, other=-1)
+
+    def _fill(
+        self, of_samples: Tensor, sample: Tensor, start: Tensor, stop: Tensor, *, width: int, other: int
+    ) -> Tensor:
+        """Return a number per token, (batch, width): that of its sample, or `other` where a token has none."""
+        lengths = stop - start
+        filled = of_samples.new_full((self.request.shape.batch, width), other)
+        places = concatenate_ranges(sample * width + start, lengths)
+        filled.view(-1)[places] = of_samples.repeat_interleave(lengths)
+        return filled
+
+    def fits_call(
+        self, request: AttentionRequest, real: Tensor | None, padding: Tensor | None, *, one_text: bool
+    ) -> bool:
+        """Whether these spans are valid for another call: same mask, options, shape and padding; a row is one text."""
         mine = self.request
         for each in (request, mine):
             if isinstance(each.query_start, Tensor) or each.bias is not None:
                 return False
         return (
             request.mask is mine.mask
+            and (one_text or mine.mask.row_texts is None) == (self.texts is None)
             and (request.query_start, request.scale, request.softcap) == (mine.query_start, mine.scale, mine.softcap)
             and request.shape == mine.shape
-            and _are_equal(request.packed_lengths, self.packed_lengths)
             and _are_equal(real, self.real_queries)
             and _are_equal(padding, self.real_keys)
         )
@@ -414,9 +439,7 @@ class RecordedBatch:
         """Slice the request of each sample, early if the mask has tensors, because the caller may change them."""
         sample_spans = self.sample_spans
         if not sample_spans.requests:
-            sample_spans.requests = [
-                slice_request(self.request, span, packed=sample_spans.packed) for span in sample_spans.spans
-            ]
+            sample_spans.requests = [slice_request(self.request, span) for span in sample_spans.spans]
 
     def _slice_samples(self) -> list[SampleRecord]:
         sample_spans, rows = self.sample_spans, self.sample_spans.query_rows
@@ -459,81 +482,129 @@ def new_samples(
 ) -> list[SampleRecord]:
     """Create a sample for each span of a call, with only its token ids."""
     samples = [new_sample() for _ in sample_spans.spans]
-    for index, (sample, span) in enumerate(zip(samples, sample_spans.spans, strict=True)):
-        ids.append_to_sample(sample, span, index, -span.keys[0])
+    for sample, span in zip(samples, sample_spans.spans, strict=True):
+        ids.append_to_sample(sample, span, -span.keys[0])
     return samples
 
 
 def spans_of_call(
-    request: AttentionRequest, *, queries: Tensor | None = None, keys: Tensor | None = None
+    request: AttentionRequest,
+    texts: RowTexts | None = None,
+    *,
+    queries: Tensor | None = None,
+    keys: Tensor | None = None,
 ) -> list[SampleSpan]:
-    """Find the ranges of queries and keys of each sample in a call.
+    """Find the ranges of queries and keys of each sample in a call: of each row of the batch, or of each text of a row.
 
     Args:
         request: the call.
+        texts: the texts of each row; None if each row is one sample.
         queries: (batch, queries) bool, False for padding; None if unknown, so that queries at the end without visible
             keys count as padding.
         keys: (batch, keys) bool, False for padding; None if unknown. Keys at the end that no query sees are always
             left out.
     """
-    shape = request.shape
-    if request.packed_lengths is not None:
-        return packed_spans(request.packed_lengths)
-    bounds, batch, columns = bounds_of(request), shape.batch, shape.key_length
+    shape, device = request.shape, request.shape.device
+    batch, columns = shape.batch, shape.key_length
+    samples = _SamplesOfRows(request, texts)
+    row, first_token, stop_token, first_key, stop_key = samples.ranges
+    if texts is not None and _hides_no_token(request, queries, keys):
+        places = zip(row.tolist(), *(each.tolist() for each in samples.ranges[1:]), strict=True)
+        return [SampleSpan(at, (a, b), (c, d), *(True,) * 3) for at, a, b, c, d in places]
+    bounds = bounds_of(request)
     stop, seeing = (each.expand(batch, -1) for each in (bounds.stop, ~bounds.sees_nothing))  # (batch, queries)
+    index = torch.arange(shape.query_length, device=device).expand(batch, -1)
     if queries is not None:
-        first, end = true_range_per_row(queries)
+        first, end = samples.ends_of(queries, first_token)
     else:
-        end = true_range_per_row(seeing)[1]
-        end = torch.where(end > 0, end, shape.query_length)
-        first = torch.zeros_like(end)
-    row = torch.arange(shape.query_length, device=shape.device)
-    counted = seeing & (row >= first[:, None]) & (row < end[:, None])
-    none = columns if queries is None else torch.where(queries.any(1), columns, 0)  # an empty text has no keys
-    last = torch.where(counted.any(1), _largest_where_counted(stop, counted), none)
-    first_key, end_key = torch.zeros_like(last), last
+        end = samples.largest(index + 1, seeing)
+        first, end = first_token, torch.where(end > 0, end, stop_token)
+    counted = seeing & (index >= samples.per_query(first)) & (index < samples.per_query(end))
+    # an empty text has no keys
+    none = stop_key if queries is None else torch.where(samples.largest(index + 1, queries) > 0, stop_key, first_key)
+    last = torch.where(samples.largest(index + 1, counted) > 0, samples.largest(stop, counted), none)
+    end_key = last
     if keys is not None:
-        first_key, end_key = true_range_per_row(keys)
+        first_key, end_key = samples.ends_of(keys, first_key, of_keys=True)
         end_key = first_key.maximum(end_key.minimum(last))
     # A row's statistics are valid for its sample if the row sees only keys of that sample.
     real = counted if queries is None else counted & queries
     start = first_key_of_queries(request, bounds).expand(batch, -1)
     # `earliest` is the number of keys if no query counts
-    earliest = columns - _largest_where_counted(columns - start, real)
-    holds_all = (earliest >= first_key) & (_largest_where_counted(stop, real) <= end_key)
-    holds_first = (earliest == columns - _largest_where_counted(columns - start, seeing)) | ~real.any(1)
-    found = torch.stack((first, end, first_key, end_key, holds_all, holds_first)).tolist()
+    earliest = columns - samples.largest(columns - start, real)
+    holds_all = (earliest >= first_key) & (samples.largest(stop, real) <= end_key)
+    holds_first = (earliest == columns - samples.largest(columns - start, seeing)) | (earliest == columns)
+    found = torch.stack((row, first, end, first_key, end_key, holds_all, holds_first)).tolist()
     return [
-        SampleSpan(index, (row_first, row_end), (key_first, key_end), bool(inside), bool(same))
-        for index, (row_first, row_end, key_first, key_end, inside, same) in enumerate(zip(*found, strict=True))
+        SampleSpan(sample, (row_first, row_end), (key_first, key_end), bool(inside), bool(same), texts is not None)
+        for sample, row_first, row_end, key_first, key_end, inside, same in zip(*found, strict=True)
     ]
 
 
-def packed_spans(lengths: Tensor) -> list[SampleSpan]:
-    """Return the ranges of each sample in a packed row.
+def _hides_no_token(request: AttentionRequest, queries: Tensor | None, keys: Tensor | None) -> bool:
+    """Whether every query of a text sees its own key, so that all tokens of a text belong to it; reads no values."""
+    band = request.mask.without_documents().band
+    return band is not None and band.lengths is None and request.bias is None and queries is None and keys is None
 
-    Args:
-        lengths: (samples,), number of tokens of each sample.
+
+class _SamplesOfRows:
+    """The samples of a call, the rows of its batch or the texts of each row, and reductions over their tokens.
+
+    Attributes:
+        ranges: (5, samples) int64, as `RowTexts.ranges` returns them, on the device of the call.
     """
-    end = lengths.cumsum(0)
-    places = zip((end - lengths).tolist(), end.tolist(), strict=True)
-    return [SampleSpan(0, place, place, holds_all_visible_keys=True, holds_first_visible_key=True) for place in places]
+
+    def __init__(self, request: AttentionRequest, texts: RowTexts | None) -> None:
+        shape = request.shape
+        self.shape, self._of_query, self._of_key = shape, None, None
+        if texts is None:
+            row = torch.arange(shape.batch, device=shape.device)
+            none = torch.zeros_like(row)
+            self.ranges = torch.stack([row, none, none + shape.query_length, none, none + shape.key_length])
+            return
+        sizes = {"batch": shape.batch, "queries": shape.query_length, "keys": shape.key_length}
+        self.ranges = texts.ranges(request.query_start, **sizes).to(shape.device)
+        row, first_query, stop_query, first_key, stop_key = self.ranges
+        self._of_query, self._of_key = (
+            self._numbers(row, first, stop, width)
+            for first, stop, width in (
+                (first_query, stop_query, shape.query_length),
+                (first_key, stop_key, shape.key_length),
+            )
+        )
+
+    def _numbers(self, row: Tensor, first: Tensor, stop: Tensor, width: int) -> Tensor:
+        """Return the sample of each token, (batch * width,) int64, or the number of samples for tokens of none."""
+        filled = torch.full((self.shape.batch * width,), len(row))
+        places = concatenate_ranges((row * width + first).cpu(), (stop - first).cpu())
+        filled[places] = torch.arange(len(row)).repeat_interleave((stop - first).cpu())
+        return filled.to(self.shape.device)
+
+    def largest(self, values: Tensor, counted: Tensor, *, of_keys: bool = False) -> Tensor:
+        """Return per sample the largest of non-negative values (batch, tokens) where `counted`; 0 if there are none."""
+        numbers = self._of_key if of_keys else self._of_query
+        if numbers is None:
+            return _largest_where_counted(values, counted)
+        none = values.new_zeros(self.ranges.shape[1] + 1)
+        return none.scatter_reduce(0, numbers, values.masked_fill(~counted, 0).flatten(), "amax")[:-1]
+
+    def per_query(self, of_samples: Tensor) -> Tensor:
+        """Return for each query the number of its sample: (samples,) -> (batch, 1 or queries)."""
+        if self._of_query is None:
+            return of_samples[:, None]
+        return torch.nn.functional.pad(of_samples, (0, 1))[self._of_query].view(self.shape.batch, -1)
+
+    def ends_of(self, flags: Tensor, none: Tensor, *, of_keys: bool = False) -> tuple[Tensor, Tensor]:
+        """Return per sample the index of the first flag (batch, tokens) and that after the last; `none` without one."""
+        count = flags.shape[1]
+        index = torch.arange(count, device=flags.device).expand_as(flags)
+        end = self.largest(index + 1, flags, of_keys=of_keys)
+        first = count - self.largest(count - index, flags, of_keys=of_keys)
+        return torch.where(end > 0, first, none), torch.where(end > 0, end, none)
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
-
-
-def true_range_per_row(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """Return per row the index of the first True and the index after the last True; (0, 0) if all are False.
-
-    Args:
-        flags: (rows, n) bool.
-    """
-    end = _largest_where_counted(torch.arange(1, flags.shape[1] + 1, device=flags.device).expand_as(flags), flags)
-    count = flags.shape[1]
-    first = count - _largest_where_counted(torch.arange(count, 0, -1, device=flags.device).expand_as(flags), flags)
-    return first.masked_fill(end == 0, 0), end
 
 
 def _largest_where_counted(values: Tensor, counted: Tensor) -> Tensor:
@@ -550,28 +621,21 @@ def slice_call(call: AttentionCall, span: SampleSpan) -> AttentionCall:
     """
     request, attended = call.request, call.result
     sample, rows, columns = slice(span.sample, span.sample + 1), slice(*span.queries), slice(*span.keys)
-    packed = request.packed_lengths is not None
     part = replace(
-        slice_request(request, span, packed=packed),
+        slice_request(request, span),
         q=request.q[sample, :, rows],
         k=request.k[sample, :, columns],
         v=request.v[sample, :, columns],
     )
-    valid, logsumexp = sliceable_parts(request, span, packed=packed), attended.logsumexp[sample, :, rows]
+    valid, logsumexp = sliceable_parts(request, span), attended.logsumexp[sample, :, rows]
     kept = {name: value[sample, :, rows] for name, value in attended.statistics.items() if valid.includes(name)}
     kept = dict(number_in_text(kept, -span.keys[0], logsumexp))
     factors = None if attended.head_factors is None else attended.head_factors[sample, :, rows]
     return AttentionCall(part, AttentionResult(attended.output[sample, :, rows], logsumexp, kept, factors))
 
 
-def slice_request(request: AttentionRequest, span: SampleSpan, *, packed: bool) -> AttentionRequest:
-    """Slice the mask, bias and shape of one sample from a request; q, k and v are not sliced.
-
-    Args:
-        request: the call.
-        span: ranges of queries and keys of the sample.
-        packed: whether the samples are packed in one row.
-    """
+def slice_request(request: AttentionRequest, span: SampleSpan) -> AttentionRequest:
+    """Slice the mask, bias and shape of one sample from a request; q, k and v are not sliced."""
     rows, columns = slice(*span.queries), slice(*span.keys)
     shape = request.shape._replace(
         batch=1,
@@ -579,7 +643,7 @@ def slice_request(request: AttentionRequest, span: SampleSpan, *, packed: bool) 
         key_length=columns.stop - columns.start,
     )
     position = position_in_sample(request, span)
-    mask = (request.mask.without_documents() if packed else request.mask).select_span(span)
+    mask = (request.mask.without_documents() if span.is_text_of_row else request.mask).select_span(span)
     if not mask.uses_positions:
         position = max(position, 0)  # in cross-attention no query is before the first key
     return replace(
@@ -615,7 +679,7 @@ class Sliceable(NamedTuple):
         )
 
 
-def sliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bool) -> Sliceable:
+def sliceable_parts(request: AttentionRequest, span: SampleSpan) -> Sliceable:
     """Return which of the quantities that were measured on a whole call are valid for one of its samples.
 
     Sums over the weights of a query are valid if the sample's queries see only the sample's keys. Mean distances are
@@ -625,7 +689,7 @@ def sliceable_parts(request: AttentionRequest, span: SampleSpan, *, packed: bool
     """
     whole = (span.queries, span.keys) == ((0, request.shape.query_length), (0, request.shape.key_length))
     return Sliceable(
-        span.holds_all_visible_keys or (whole and not packed),
+        span.holds_all_visible_keys or whole,
         span.holds_first_visible_key,
         position_in_sample(request, span) >= 0,
     )

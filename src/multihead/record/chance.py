@@ -34,7 +34,8 @@ from multihead.functional import measure_request
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import first_key_of_samples, visible_cells
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.masks import Documents, Mask
+from multihead.masks import Mask
+from multihead.masks.documents import Chunks
 from multihead.probes.context import ProbeContext
 from multihead.probes.probe import Probe, Statistic
 from multihead.probes.statistics import possible_probes
@@ -250,7 +251,7 @@ def with_zero_scores(request: AttentionRequest, before: int = 0, *, exact: bool)
     """
     mask, shape = request.mask, request.shape
     if before:  # dropped keys are inserted as hidden keys, so that positions are right
-        mask = mask.after_dropping_keys(-before) & Documents((before, shape.key_length))
+        mask = mask.after_dropping_keys(-before) & Chunks((before, shape.key_length))
     dtype = torch.float64 if exact and shape.device.type != "mps" else torch.float32
     bias = None
     if request.bias is not None and bool((hides := values_of(request.bias) == -torch.inf).any()):

@@ -76,7 +76,7 @@ def test_every_statistic_of_a_drawn_call_is_that_of_its_definition(case: Drawn) 
     if request.bias is not None:
         seen = seen & (request.bias != -torch.inf)
     start = oracle.positions_of_first(case.query_start, *case.size.cells[::2], case.size.keys)
-    exact = oracle.statistics(whole.weights, seen, start=start)
+    exact = oracle.statistics(whole.weights, seen, start=start, mask=case.mask)
     for name in SETS:
         with library.using_instruction_set(name):
             attended = kernel.attend(replace(request, requested_statistics=IN_THE_PASS), bounds)

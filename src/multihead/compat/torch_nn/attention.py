@@ -219,7 +219,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         tokens = torch.cat(samples)[None]  # (1, tokens, embed_dim)
         q, k, v = (split_heads(x, self.num_heads) for x in MultiheadAttention._project(self, tokens, tokens, tokens))
         dropout = self.dropout if self.training else 0.0
-        origin = CallOrigin(self, torch.tensor(lengths), is_cross_attention=False)
+        origin = CallOrigin(self, is_cross_attention=False)
         merged, _ = _attend(request_of(q, k, v, Documents(lengths), dropout=dropout, origin=origin), need_weights=False)
         return nested_like(query, list(self.out_proj(merged)[0].split(lengths)))
 

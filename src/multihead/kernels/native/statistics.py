@@ -7,12 +7,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
-from multihead.kernels.dense_tile import first_key_of_queries, first_key_of_samples
+from multihead.kernels.dense_tile import first_key_of_samples, first_key_of_texts
 from multihead.kernels.native.call import (
     OperatorCall,
     below_autograd,
@@ -56,8 +55,8 @@ PARTS_OF_ONE_PASS: frozenset[PartName] = frozenset(part for parts in _PARTS_OF_S
 PARTS_OF_SECOND_PASS: frozenset[PartName] = frozenset({RECEIVED.name, POOLED_MAP.name})
 
 
-# Key bounds -> lengths of the packed samples, and the marks of their first keys.
-_FIRST_KEYS_OF_PACKED: WeakKeyDictionary[KeyBounds, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+# Key bounds of a mask with several texts in a row -> the marks of their first keys, (batch, keys) bool.
+_FIRST_KEYS_OF_TEXTS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary()
 
 
 class OperatorStatistics(NamedTuple):
@@ -81,18 +80,18 @@ class OperatorStatistics(NamedTuple):
 
 @lru_cache(maxsize=256)
 def statistics_of_one_pass(
-    requested: frozenset[PartName], *, special: bool = False, packed: bool = False
+    requested: frozenset[PartName], *, special: bool = False, several_texts: bool = False
 ) -> OperatorStatistics:
     """Return the requested statistics that the operator measures in one pass.
 
     Args:
         requested: statistics of `parts.PARTS`; statistics outside PARTS_OF_ONE_PASS are ignored.
         special: whether special keys are given.
-        packed: whether samples are packed into one row, each with its own first key; these first keys are passed as
-            special keys, of which a query sees only that of its sample.
+        several_texts: whether a row has several texts, each with its own first key; these first keys are passed as
+            special keys, of which a query sees only that of its text.
     """
     rows = list(_PARTS_OF_STATISTICS)
-    if packed:
+    if several_texts:
         rows[_TARGET], rows[_SPECIAL] = (), (FIRST_KEY_WEIGHT,)
     elif not special:
         rows[_SPECIAL] = ()
@@ -111,11 +110,14 @@ def choose_operator_statistics(
 ) -> tuple[OperatorStatistics, tuple[Any, ...]]:
     """Return the requested statistics that one pass measures, and the operator's arguments after `v_scales`.
 
-    The weight on special keys is ignored if special_keys, (batch, keys) bool, is None.
+    The weight on special keys is ignored if special_keys, (batch, keys) bool, is None. If they are given and a row has
+    several texts, the weight on their first keys is not measured.
     """
     batch = request.shape.batch
-    packed = request.packed_lengths is not None and special_keys is None and FIRST_KEY_WEIGHT in requested
-    found = statistics_of_one_pass(frozenset(requested), special=special_keys is not None, packed=packed)
+    several = FIRST_KEY_WEIGHT in requested and request.mask.row_texts is not None
+    if several and special_keys is not None:
+        several, requested = False, frozenset(requested) - {FIRST_KEY_WEIGHT}
+    found = statistics_of_one_pass(frozenset(requested), special=special_keys is not None, several_texts=several)
     start: int | Tensor | None = request.query_start
     if isinstance(start, int):
         start = torch.full((batch,), start, device="cpu") if start else None
@@ -123,32 +125,23 @@ def choose_operator_statistics(
     if found.requested_bits & 1 << _TARGET:
         first = first_key_of_samples(request, bounds)
         first = first if len(first) == batch else first.repeat(batch)
-    special = _first_keys_of_samples(request, bounds) if packed else special_keys
+    special = _mark_first_keys(request, bounds) if several else special_keys
     return found, (found.requested_bits, start, first, special if found.requested_bits & 1 << _SPECIAL else None)
 
 
-def _first_keys_of_samples(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
-    """Mark the first key that some query sees, per packed sample: (1, keys) bool."""
-    assert request.packed_lengths is not None
+def _mark_first_keys(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
+    """Mark the first key that some query of each text sees: (batch, keys) bool."""
+    batch, keys = request.shape.batch, request.shape.key_length
     # The cache is used only without a bias, because KeyBounds, its keys, do not depend on the bias.
-    found = _FIRST_KEYS_OF_PACKED.get(bounds) if request.bias is None else None
-    if found is not None and torch.equal(found[0], request.packed_lengths):
-        return found[1]
-    marks = _mark_first_keys(request.packed_lengths, first_key_of_queries(request, bounds)[0], request.shape.key_length)
-    if request.bias is None and not is_intercepted():
-        _FIRST_KEYS_OF_PACKED[bounds] = request.packed_lengths.clone(), marks
+    marks = _FIRST_KEYS_OF_TEXTS.get(bounds) if request.bias is None else None
+    if marks is None or len(marks) != batch:
+        first = first_key_of_texts(request, bounds).expand(batch, -1)
+        # The last column, which is cut off, is for texts whose queries see no key.
+        wide = first.new_zeros((batch, keys + 1), dtype=torch.bool).scatter_(1, first, value=True)
+        marks = wide[:, :keys].contiguous()
+        if request.bias is None and not is_intercepted():
+            _FIRST_KEYS_OF_TEXTS[bounds] = marks
     return marks
-
-
-def _mark_first_keys(packed_lengths: Tensor, first: Tensor, keys: int) -> Tensor:
-    """Mark the first visible key of each packed sample, (1, keys) bool, from the first key of each query (queries,)."""
-    lengths = packed_lengths.cpu().numpy()  # NumPy starts faster than torch
-    begin = (lengths.cumsum() - lengths)[lengths > 0]
-    # The last column, which is cut off, is for samples whose queries see no key.
-    marks = np.zeros((1, keys + 1), dtype=bool)
-    if len(begin):
-        marks[0, np.minimum.reduceat(first.cpu().numpy(), begin)] = True
-    return torch.from_numpy(marks[:, :keys])
 
 
 def measure_in_one_pass(
