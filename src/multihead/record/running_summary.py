@@ -10,7 +10,8 @@ The standard error of value - chance is computed from one number per text, as in
 go on in later calls, as in cached decoding, so its sum stays apart (`OpenTexts`) until the recorder knows that it has
 ended. Of the texts only the number, the mean of their means and the sum of the squared deviations are kept. A ratio
 estimate, with n and n² of each text, would give a head another standard error in a summary than in a record. With fewer
-than four texts the standard error is computed from blocks of their queries, as in a record.
+than four texts the standard error is computed from blocks of their queries, as in a record; the calls of a text that
+are added together are divided together, so that only a text of many long calls has other blocks than in a record.
 """
 
 from __future__ import annotations
@@ -374,7 +375,7 @@ class RunningSummary:
         """Keep single queries of a call, in subclasses; `values` and `counted` are (statistics, heads, rows)."""
 
     def _add_blocks(self, excess: Tensor, taken: Tensor, ends: Tensor, group: Sequence[_PendingRows]) -> None:
-        """Add the blocks of texts that begin, or of calls with many queries.
+        """Add the blocks of texts that begin, or that have many queries in the calls; a text may be in several of them.
 
         Args:
             excess: (rows, queries) float64, value - chance; NaN where it is unknown.
@@ -382,14 +383,17 @@ class RunningSummary:
             ends: (texts + 1,) int64, the first query of each text of the calls, and the number of queries.
             group: the calls.
         """
-        begun: set[tuple[int, int]] = set()
         texts = [(each.texts, each.first + text) for each in group for text in range(each.measured.rows.num_texts)]
+        parts: dict[tuple[int, int], list[slice]] = {}  # text -> its queries in each call
         for (of, text), (start, stop) in zip(texts, pairwise(ends.tolist()), strict=True):
-            begins = not of.begun[text] and (id(of), text) not in begun
-            if stop - start >= BLOCKS_PER_TEXT or (begins and stop > start):
-                units = means_of_blocks(excess[:, start:stop], taken[:, start:stop], BLOCKS_PER_TEXT)
+            parts.setdefault((id(of), text), []).append(slice(start, stop))
+        begun = {(id(of), text): of.begun[text] for of, text in texts}
+        for key, places in parts.items():
+            count = sum(each.stop - each.start for each in places)
+            if count >= BLOCKS_PER_TEXT or (count and not begun[key]):
+                values, counted = (torch.cat([each[:, place] for place in places], 1) for each in (excess, taken))
+                units = means_of_blocks(values, counted, BLOCKS_PER_TEXT)
                 self._blocks = merge_moments(self._blocks, moments_of_units(*units))
-                begun.add((id(of), text))
 
     def _create_rows(self, names: list[str], device: torch.device) -> None:
         """Create the rows of new statistics, without a query; the first ones on `device`, if it has float64."""
