@@ -162,15 +162,15 @@ def test_a_share_of_the_texts_is_drawn_by_the_seed(model: str, corpus: str, tmp_
 def test_memory_does_not_grow_with_the_number_of_texts(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool
 ) -> None:
-    monkeypatch.setattr(shard, "MAX_CHARACTERS_PER_GROUP", 10_000)
-    file = jsonl(tmp_path / "texts.jsonl", random_texts(400))
+    monkeypatch.setattr(shard, "MAX_CHARACTERS_PER_GROUP", 5_000)
+    file = jsonl(tmp_path / "texts.jsonl", random_texts(200))
     if compressed:
         Path(f"{file}.gz").write_bytes(gzip.compress(Path(file).read_bytes()))
         file += ".gz"
     peaks: dict[int, int] = {}
 
     def keep_peak(progress: Any) -> None:
-        number = progress.texts // 40
+        number = progress.texts // 20
         peaks[number] = max(peaks.get(number, 0), tracemalloc.get_traced_memory()[1])
         tracemalloc.reset_peak()
 

@@ -128,13 +128,13 @@ def test_the_planned_way_gives_the_same_bits_and_is_explained(name: str, gpu: Gp
         assert torch.equal(to_cpu(one), to_cpu(other))
 
 
-def test_200_drawn_calls_are_right_with_nan_in_any_key(gpu: Gpu) -> None:
+def test_100_drawn_calls_are_right_with_nan_in_any_key(gpu: Gpu) -> None:
     """A NaN reaches the queries that see it, and no query of another sequence; within one a band may not stop it.
 
     As in a causal call on CUDA, a value that is NaN may leave the logsumexp as it is.
     """
     draw = random.Random(7)
-    for _ in range(200):
+    for _ in range(100):
         dtype = draw.choice(list(TOLERANCE))
         keys = draw.randint(1, 12)
         queries = draw.choice([keys, keys, draw.randint(1, 12)])

@@ -22,6 +22,7 @@ def test_only_the_chosen_parts_run() -> None:
 def test_all_tasks_are_taught_half_as_long_where_it_must_be_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     short = {name: replace(task, steps=4) for name, task in TASKS.items()}
     monkeypatch.setattr(room, "find_task", short.__getitem__)
+    monkeypatch.setattr("multihead_lab.training.HEAD_QUESTIONS", 8)
     progress: list[tuple[str, int, int]] = []
     found = run_lab(parts=("tasks",), heads=(1, 2), seeds=1, quick=True, progress=lambda *each: progress.append(each))
     assert [experiment.task.name for experiment in found.experiments] == ["one", "two", "induction"]

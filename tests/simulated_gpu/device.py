@@ -437,16 +437,16 @@ def count(call: Callable[[], object]) -> dict[str, int]:
     return gpu.counts.totals
 
 
-def count_frames(call: Callable[[], object]) -> int:
-    """Return how many functions of the library the third call of a function enters."""
+def count_frames(call: Callable[[], object], *, before: int = 0) -> int:
+    """Return how many functions of the library the third call of a function enters, of which `before` have run."""
     found = 0
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         nonlocal found
         found += event == "call" and frame.f_code.co_filename.startswith(_FILE_OF_LIBRARY)
 
-    call()
-    call()
+    for _ in range(2 - before):
+        call()
     sys.setprofile(profile)
     try:
         call()

@@ -12,7 +12,7 @@ import torch
 
 from multihead.kernels import fused_on_cuda
 from tests.simulated_gpu import calls
-from tests.simulated_gpu.calls import FRAMES, attention_calls, count, count_frames, differences
+from tests.simulated_gpu.calls import FRAMES, attention_calls, count_all, differences
 from tests.simulated_gpu.device import _FILE_OF_LIBRARY, Gpu, simulated_gpu, skip_where_not_simulated
 
 skip_where_not_simulated(module=True)
@@ -59,7 +59,7 @@ class TestWhatIsPlantedIsSeen:
 
         monkeypatch.setattr(fused_on_cuda, "attend", changed)
         call = attention_calls()["causal"]
-        return differences({"causal": {**count(call), "frames": count_frames(call)}}, RECORDED["calls"])
+        return differences({"causal": count_all(call)}, RECORDED["calls"])
 
     def test_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.sentences(monkeypatch, lambda q: None) == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -125,6 +125,7 @@ def calls(draw: Draw) -> tuple[MultiHeadAttention, dict[str, Tensor], masks.Mask
     return layer, given, draw(drawing.trees(size, depth=2)), start
 
 
+@settings(max_examples=40)
 @given(calls(), st.sampled_from((23, 24, 25)), st.booleans(), st.sampled_from((ran, ran, evaluated)))
 def test_a_runtime_computes_the_output_of_the_layer(
     call: tuple[MultiHeadAttention, dict[str, Tensor], masks.Mask, Any],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnxruntime
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,6 +31,7 @@ def computed(mask: masks.Mask, queries: int, keys: int, start: QueryStart) -> Te
     return torch.from_numpy(session.run(None, {name: given[name] for name in taken})[0])
 
 
+@settings(max_examples=50)
 @given(st.data(), drawing.sizes(longest=6))
 def test_nodes_show_what_the_mask_shows(data: st.DataObject, size: drawing.Sizes) -> None:
     mask, start = data.draw(drawing.trees(size)), data.draw(drawing.starts(size))
@@ -49,6 +50,7 @@ def test_a_prefix_of_no_key_shows_none() -> None:
     assert every_query_sees_key(masks.Prefix(1), own_keys=False)
 
 
+@settings(max_examples=50)
 @given(st.data(), drawing.sizes(longest=6))
 def test_if_always_sees_is_true_every_query_sees_a_key(data: st.DataObject, size: drawing.Sizes) -> None:
     mask, own = data.draw(drawing.trees(size)), data.draw(st.booleans())
