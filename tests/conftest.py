@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from tests.parallel.processes import Processes, processes
+from tests.parallel.processes import Processes, forking_context, processes
 
 sys.dont_write_bytecode = False  # the tests themselves, for the next run
 
@@ -55,6 +55,13 @@ _seed = torch.manual_seed if torch.accelerator.is_available() else torch.default
 def _one_seed() -> None:
     """Give each test the same random numbers, whichever tests ran before it."""
     _seed(0)
+
+
+@pytest.fixture
+def _imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have spawned processes fork from the one that all ranks fork from: their imports take seconds of two cores."""
+    context = forking_context()
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: context)
 
 
 @pytest.fixture(scope="session")

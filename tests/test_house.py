@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -85,10 +85,13 @@ IMPORTED_BY_NAME = {
 }
 
 
-def nodes_of_library() -> Iterator[tuple[str, list[ast.AST]]]:
-    """Yield the path of each file of the library within it, and all nodes of its syntax tree."""
-    for path in sorted(SRC.rglob("*.py")):
-        yield path.relative_to(SRC).as_posix(), [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+@cache
+def nodes_of_library() -> list[tuple[str, list[ast.AST]]]:
+    """Return the path of each file of the library within it, and all nodes of its syntax tree."""
+    return [
+        (path.relative_to(SRC).as_posix(), [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))])
+        for path in sorted(SRC.rglob("*.py"))
+    ]
 
 
 def test_no_import_hides_in_a_string() -> None:
@@ -211,19 +214,7 @@ class TestNothingIsImportedUntilItIsUsed:
         with pytest.raises(AttributeError, match=r"^module 'multihead' has no attribute 'atention'$"):
             importlib.import_module("multihead").atention  # noqa: B018
 
-    def test_a_compiled_function_may_be_the_first_to_use_it_and_then_all_names_are_there(self) -> None:
-        code = """
-import pickle, torch, multihead as mh
-q = torch.randn(1, 2, 4, 8)
-call = torch.compile(lambda q: mh.attention(q, q, q, mask=mh.masks.Causal()), backend="eager", fullgraph=True)
-print(torch.allclose(call(q), mh.attention(q, q, q, mask=mh.masks.Causal()), atol=1e-6))
-print(set(dir(mh)) == {*mh.__all__, '__version__'})
-print(type(pickle.loads(pickle.dumps(mh.MultiHeadAttention(8, 2)))))
-"""
-        assert in_a_new_process(code).splitlines() == [
-            *("True", "True"),
-            "<class 'multihead.layer.attention.MultiHeadAttention'>",
-        ]
+    # tests/ecosystem/test_export.py has a compiled function be the first to use it.
 
 
 def requirements() -> list[Requirement]:

@@ -96,6 +96,7 @@ def test_a_window_in_blocks_is_a_window() -> None:
 )
 def test_ours_and_the_rival_are_right(make: Callable[[], Duel], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "COLD", 1 << 16)
+    monkeypatch.setattr(contenders, "HEADS", 2)
     torch.manual_seed(0)
     with torch.no_grad():
         duel = make()

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from multihead.counting.plan import read_plan
 from multihead.counting.work import Progress, ShardResults
 from multihead.counting.workers import MAX_FAILED_LOADS, ProcessWorker, count_in_workers
 from multihead.errors import ModelError
+from tests.parallel.processes import forking_context
 
 
 class FakeWorker:
@@ -97,10 +99,23 @@ def test_processes_that_end_while_they_load_the_model_are_replaced_a_few_times(r
         run({None: MAX_FAILED_LOADS}, 2)
 
 
+class ForkingContext(ForkServerContext):
+    """Keeps processes as `SpawningContext` does; theirs fork from one that has imported what takes seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        forking_context()  # sets what that one imports
+        self.processes: list[ForkServerProcess] = []
+
+    def Process(self, *arguments: Any, **options: Any) -> ForkServerProcess:  # type: ignore[override]  # noqa: N802
+        self.processes.append(ForkServerProcess(*arguments, **options))
+        return self.processes[-1]
+
+
 def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
     model: str, corpus: str, damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No process ends because a file is damaged."""
+    """No process ends because a file is damaged. tests/cli/test_census.py has processes spawned, as users do."""
     workers: list[ProcessWorker] = []
     seen: list[Progress] = []
 
@@ -115,6 +130,7 @@ def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
         seen.append(replace(progress))
 
     monkeypatch.setattr("multihead.counting.run.ProcessWorker", Kept)
+    monkeypatch.setattr("multihead.counting.workers.SpawningContext", ForkingContext)
     files, options = [corpus, damaged], {"shard_bytes": 1000, "threads": 1}
     alone = mh.census(model, files, out=tmp_path / "alone", **options)
     found = mh.census(model, files, out=tmp_path / "out", **options, workers=2, progress=kill_first)

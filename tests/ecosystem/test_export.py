@@ -113,7 +113,8 @@ def test_a_layer_that_leaves_padding_out_is_exported_for_any_batch_and_lengths_a
 ) -> None:
     """A trace is loaded there, too.
 
-    Their operators are registered without anything of multihead being used, here where torch is imported first.
+    Their operators are registered without anything of multihead being used, here where torch is imported first. Then a
+    compiled function may be the first to use it, and all names are there.
     """
     model, (x, _) = Padded().eval(), given(*SIZES[0])
     program = exported(model)
@@ -128,8 +129,19 @@ def test_a_layer_that_leaves_padding_out_is_exported_for_any_batch_and_lengths_a
         for x, lengths, expected in calls:
             torch.testing.assert_close(program(x, lengths), expected)
         print(torch.jit.load("trace.pt")(calls[0][0][:, None]).shape)
+
+        import pickle, multihead as mh
+        q = torch.randn(1, 2, 4, 8)
+        print("attention" in vars(mh))
+        call = torch.compile(lambda q: mh.attention(q, q, q, mask=mh.masks.Causal()), backend="eager", fullgraph=True)
+        print(torch.allclose(call(q), mh.attention(q, q, q, mask=mh.masks.Causal()), atol=1e-6))
+        print(set(dir(mh)) == {*mh.__all__, "__version__"})
+        print(type(pickle.loads(pickle.dumps(mh.MultiHeadAttention(8, 2)))))
     """
-    assert in_a_new_process(dedent(code), tmp_path) == f"torch.Size({[3, 1, 7, EMBED]})\n"
+    assert in_a_new_process(dedent(code), tmp_path).splitlines() == [
+        *(f"torch.Size({[3, 1, 7, EMBED]})", "False", "True", "True"),
+        "<class 'multihead.layer.attention.MultiHeadAttention'>",
+    ]
 
 
 def test_operators_are_registered_where_torch_is_imported_last(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from click.testing import CliRunner
 
 from multihead import masks
 from multihead.scores.bias import RelativeBias
+from tests.fuzz import ranks
 from tests.fuzz.__main__ import main
 from tests.fuzz.draw import Draw
 from tests.fuzz.entries import ENTRIES, Entry
 from tests.fuzz.on_device import moved
 from tests.fuzz.search import Search
-from tests.fuzz.worker import Case, Outcome, Worker
+from tests.fuzz.worker import Case, Outcome, Worker, outcome
+from tests.parallel.processes import Processes
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +27,28 @@ def worker() -> Iterator[Worker]:
     made.close()
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_a_fixed_sample_of_cases_agrees_with_float64(name: str, worker: Worker) -> None:
+class Here:
+    """A worker that is this process."""
+
+    def run(self, case: Case) -> Outcome:
+        return outcome(case)
+
+
+def assert_sample_agrees(name: str, worker: Worker | Here) -> None:
     search = Search(ENTRIES, report=lambda _: None)
-    search.sample(name, ENTRIES[name].sample, worker)
+    search.sample(name, ENTRIES[name].sample, worker)  # type: ignore[arg-type]
     assert not search.kinds, "\n".join(kind.text() for kind in search.kinds)
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "ranks"])
+def test_a_fixed_sample_of_cases_agrees_with_float64(name: str, worker: Worker) -> None:
+    assert_sample_agrees(name, worker)
+
+
+def test_a_fixed_sample_over_ranks_agrees_with_float64(four: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the processes of the other tests: a worker would start four of its own."""
+    monkeypatch.setattr(ranks, "_started", [four])
+    assert_sample_agrees("ranks", Here())
 
 
 def test_a_case_is_the_same_for_a_seed_and_a_feature_that_is_left_out_changes_no_other() -> None:

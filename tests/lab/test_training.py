@@ -72,6 +72,7 @@ def test_heads_are_looked_at_at_five_moments_where_they_are_watched_and_at_the_e
     assert [moment.step for moment in watched.learning_curve] == list(range(21))
 
 
+@pytest.mark.usefixtures("_imported_before")
 def test_two_workers_find_what_one_finds_and_report_their_progress() -> None:
     options = {"heads": (1, 2), "seeds": 1, "steps": 3}
     seen: list[tuple[int, int]] = []

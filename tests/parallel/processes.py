@@ -36,6 +36,13 @@ IMPORTED = (
 )
 
 
+def forking_context() -> Any:
+    """Return a context whose processes fork from one that has imported what the tests of ranks import."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    return context
+
+
 class Processes:
     """Four processes; groups of 2 and of all 4 of them are there from the start."""
 
@@ -72,8 +79,7 @@ def processes(*, timeout: float = 60) -> Iterator[Processes]:
     Args:
         timeout: seconds that a collective waits.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
+    context = forking_context()
     with tempfile.TemporaryDirectory() as folder:
         pairs = [context.Pipe() for _ in range(4)]
         children = [

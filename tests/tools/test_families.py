@@ -224,6 +224,7 @@ def test_results_are_stored_per_version_and_continued(tmp_path: Path) -> None:
     assert math.isnan(found["mpt", "MptModel", ""]["entropy"])
 
 
+@pytest.mark.usefixtures("_imported_before")
 def test_a_family_is_compared_in_a_process_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     run = CliRunner().invoke(main, ["mpt", "--results", str(path)])
