@@ -28,6 +28,8 @@ from hypothesis import HealthCheck, settings
 from tests.parallel.processes import Processes, forking_context, processes
 
 sys.dont_write_bytecode = False  # the tests themselves, for the next run
+# Files of tests need not survive a power cut, and each would wait for the disk. tests/test_files.py asserts the calls.
+os.fsync = lambda _: None  # type: ignore[assignment]
 
 # A first call of torch in a process can take seconds, so a deadline would fail at random.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
+import pytest
 from click.testing import CliRunner
 
-from benchmarks.watching.probes import SETS, main, shares
+from benchmarks.watching import probes
+from benchmarks.watching.probes import SETS, main, risen, shares
 from multihead.probes import PROBES
 
 
@@ -16,7 +19,9 @@ def test_every_statistic_is_timed() -> None:
     assert list(found) == list(SETS)
 
 
-def test_both_tables_are_printed() -> None:
+def test_both_tables_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One process is started; without the native kernel, statistics are measured above.
+    monkeypatch.setattr(probes, "risen", cache(lambda length, name, **_: risen(length, name, absent=False)))
     result = CliRunner().invoke(main, ["--only", "pooled", "--length", "64", "--pairs", "1"], catch_exceptions=False)
     assert result.exit_code == 0
     number = r"-?\d+\.\d\d"

@@ -61,7 +61,8 @@ def split(group: Any, rank: int, name: str, strategy: Any, layout: Any, padded: 
 def test_outputs_and_gradients_are_those_of_one_process(four: Processes, name: str) -> None:
     output, gradients, _ = trained(name, input_ids=ids())
     tolerance = 1e-3 if name in FLOAT32 else 1e-8
-    for strategy, layout in WAYS:
+    # What a rank computes depends on the strategy and the order, not on the family: two families try all of them.
+    for strategy, layout in WAYS if name in ("llama", "gemma2") else WAYS[::2]:
         for found in four.results(split, name, strategy, layout, False, ranks=2):
             expected = {"output": output, **gradients}
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

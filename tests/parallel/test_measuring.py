@@ -85,8 +85,10 @@ def whole(dtype: torch.dtype, todo: tuple[tuple[str, str], ...]) -> list[dict[st
     ],
 )
 def test_statistics_are_those_of_one_process(four: Processes, strategy: str, layout: str, dtype: torch.dtype) -> None:
-    # A mask meets the order of the tokens in a ring; others see all keys of their queries, whatever the mask is.
-    todo = CASES if strategy == "ring" else CASES[::2]
+    # A mask meets the order of the tokens in a ring; others see all keys of their queries, whatever the mask is. A
+    # contiguous ring takes the masks in another order of blocks, and float32 another kernel.
+    every = (strategy, layout, dtype) == ("ring", "balanced", torch.float64)
+    todo = CASES if every else CASES[::2]
     expected = whole(dtype, todo)
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     of_ranks = four.results(split, layout, strategy, dtype, todo)

@@ -30,7 +30,7 @@ class TestGradients:
         x = drawn(length=LENGTH)[:, :1].detach().requires_grad_()
         function = lambda x: rotary.rotate(x, places)
         assert torch.autograd.gradcheck(function, x, check_forward_ad=True, check_batched_grad=True)
-        assert torch.autograd.gradgradcheck(function, x)
+        assert torch.autograd.gradgradcheck(function, x, fast_mode=True)  # a rotation is linear in x
 
     @each
     def test_the_gradient_of_a_rotation_is_the_rotation_backward(self, rotary: Rotary) -> None:
@@ -83,7 +83,7 @@ class TestCompiled:
     def test_one_graph_serves_all_given_positions(self) -> None:
         """The other forms are exported with given positions below."""
         rotary = ROTARIES["yarn"]
-        compiled = torch.compile(rotary.rotate, fullgraph=True, backend="aot_eager", dynamic=True)
+        compiled = torch.compile(rotary.rotate, fullgraph=True, backend="eager", dynamic=True)
         compiled(drawn(torch.float32), POSITIONS)
         with torch.compiler.set_stance("fail_on_recompile"):
             for length in (6, 9):
@@ -91,10 +91,10 @@ class TestCompiled:
                 positions = torch.randint(-4, 100, (BATCH, length))
                 torch.testing.assert_close(compiled(x, positions), rotary.rotate(x, positions), rtol=0, atol=1e-6)
 
-    @pytest.mark.parametrize("name", ["halves", "a part as neighbours"])
-    def test_one_graph_serves_all_starts_and_lengths(self, name: str) -> None:
+    @pytest.mark.parametrize(("name", "backend"), [("halves", "eager"), ("a part as neighbours", "aot_eager")])
+    def test_one_graph_serves_all_starts_and_lengths(self, name: str, backend: str) -> None:
         rotary = ROTARIES[name]
-        compiled = torch.compile(rotary.rotate, fullgraph=True, backend="aot_eager", dynamic=True)
+        compiled = torch.compile(rotary.rotate, fullgraph=True, backend=backend, dynamic=True)
         compiled(drawn(torch.float32), 2)
         with torch.compiler.set_stance("fail_on_recompile"):
             for length, start in ((6, 3), (9, 40), (7, 5)):

@@ -143,11 +143,11 @@ def lines_of(run: Callable[[], object], stop: int = -1) -> list[Line]:
 
 
 def chosen(lines: list[Line]) -> list[int]:
-    """Return the indices at which each line runs for the first, the second and the last time."""
+    """Return the indices at which each line runs for the first and the last time."""
     indices: dict[Line, list[int]] = {}
     for index, line in enumerate(lines):
         indices.setdefault(line, []).append(index)
-    return sorted({each for found in indices.values() for each in (*found[:2], found[-1])})
+    return sorted({each for found in indices.values() for each in (found[0], found[-1])})
 
 
 def used(model: Any) -> AbstractContextManager[object]:
