@@ -207,3 +207,56 @@ def test_padding_and_decoding_warn_of_nothing() -> None:
     with mh.use(model := model_of("llama")):
         model.generate(IDS.repeat(2, 1), attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
         model(IDS, attention_mask=torch.ones(1, 1, 20, 20).tril(), position_ids=POSITIONS)
+
+
+def _whole_masks() -> dict[str, Tensor]:
+    """Masks (2, 1, queries, keys): of one text, of padding, of two texts in a row."""
+    causal, real = torch.ones(20, 20).tril().bool(), torch.ones(2, 1, 1, 20, dtype=torch.bool)
+    real[1, ..., :4] = False
+    left = causal & real
+    blocks = torch.block_diag(torch.ones(7, 7), torch.ones(13, 13)).bool()
+    return {
+        "causal": causal.expand(2, 1, -1, -1),
+        "window": (causal & ~causal.tril(-4)).expand(2, 1, -1, -1),
+        "left padding": left,
+        "left padding that sees all": left | ~left.any(-1, keepdim=True),
+        "right padding": causal & real.flip(3),
+        "two texts": (causal & blocks).expand(2, 1, -1, -1),
+    }
+
+
+@pytest.mark.parametrize("form", ["bool", "numbers"])
+@pytest.mark.parametrize("case", _whole_masks())
+@torch.no_grad()
+def test_texts_are_unknown_where_only_values_of_a_mask_separate_or_hide_them(case: str, form: str) -> None:
+    model, mask = model_of("llama"), _whole_masks()[case]
+    ids, known = IDS.expand(2, -1), case in ("causal", "window")
+    if form == "numbers":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    unknown = "attention_mask has a value per query and key, and hides padding or separates texts. Give an "
+    unknown += "attention_mask of shape (batch, tokens), or position_ids that restart with use_cache=False and no "
+    unknown += "attention_mask."
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with mh.observe(model) as seen:
+            model(ids, attention_mask=mask)
+    left_out = "previous_mass, next_mass, first_mass, separator_mass, largest_key"
+    finding = f"The record of model.layers.0.self_attn has no {left_out}, because its texts are unknown: {unknown}"
+    assert [str(each.message) for each in caught] == ([] if known else [finding])
+    assert ("first_mass" in seen.table().rows[0]) == known
+    assert "entropy" in seen.table().rows[0]
+    for change in (
+        lambda: mh.ablate(model, "L0 H0", positions=0),
+        lambda: mh.ablate(model, "L0 H0", samples=1),
+        lambda: mh.ablate(model, "L0 H0", by="resample"),
+        lambda: mh.ablate(model, "L0 H0", by="mean", reference=[{"input_ids": ids, "attention_mask": mask}]),
+    ):
+        if known:
+            with change():
+                model(ids, attention_mask=mask)
+            continue
+        with pytest.raises(ModelError) as refusal, change():
+            model(ids, attention_mask=mask)
+        assert str(refusal.value) == (
+            f"Which token of model.layers.0.self_attn belongs to which text is unknown: {unknown}"
+        )

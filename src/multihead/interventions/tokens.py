@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from multihead.errors import ModelError
 from multihead.kernels.call import AttentionRequest, PositionInSequence
 from multihead.kernels.dense_tile import positions_of_queries
 from multihead.layer import MultiHeadAttention
-from multihead.models.pretrained import InputTracker, is_cross_attention_call
+from multihead.models.pretrained import KNOWN_TEXTS, WHOLE_MASK, InputTracker, is_cross_attention_call
 
 
 class QueryTokens(NamedTuple):
@@ -79,6 +80,8 @@ class TokenFinder:
             return QueryTokens(text, position if real is None else position.masked_fill(~real, -1))
         if (before := self._call_with_same_queries(call)) is not None:
             return self._tokens(before)
+        if not call.is_cross_attention and not self.inputs.are_texts_known(call.name, request):
+            raise ModelError(f"Which token of {call.name} belongs to which text is unknown: {WHOLE_MASK}.", KNOWN_TEXTS)
         position = self._positions(call)
         text = torch.arange(batch, device=device)[:, None].expand(batch, request.shape.query_length)
         windows = 1 if request.position_in_sequence is not None else self.inputs.rows_per_sample(call.name, batch)

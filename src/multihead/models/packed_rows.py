@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -137,15 +137,21 @@ class _PackedRows:
     Attributes:
         warned: whether the warning was given.
         devices: the types of devices, other than the CPU, whose values were read; they are read in one pass.
+        inner: id of a model -> the ids of the models in it.
     """
 
+    inner: dict[int, frozenset[int]]
     warned: bool = False
     devices: frozenset[str] = frozenset()
 
     def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """Forward pre-hook of each model."""
-        if torch.compiler.is_compiling() or _pass.model is not None or kwargs is None:
+        if torch.compiler.is_compiling() or kwargs is None:
             return
+        # A pass that ended with an error did not reach `end`, so another pass may begin before it.
+        if _pass.model is not None and id(model) in self.inner.get(_pass.model, ()):
+            return
+        _pass.model = _pass.finding = None
         inputs = kwargs
         if args:
             inputs = dict(zip(signature_without_self(type(model).forward).parameters, args, strict=False)) | kwargs
@@ -157,13 +163,13 @@ class _PackedRows:
         if _pass.finding is not None:
             _pass.model, _pass.masks, _pass.separated = id(model), 0, 0
 
-    def end(self, model: Any, _: object, output: object) -> None:
-        """Forward hook of each model; `output` is None if the pass ended with an error."""
+    def end(self, model: Any, *_: object) -> None:
+        """Forward hook of each model."""
         if torch.compiler.is_compiling() or _pass.model != id(model):
             return
         finding, separated, made = _pass.finding, _pass.separated, _pass.masks
         _pass.model = _pass.finding = None
-        if finding is None or output is None or separated:
+        if finding is None or separated:
             return
         name, way_out = finding
         if way_out is None:
@@ -206,17 +212,18 @@ class _PackedRows:
         return first
 
 
-def report_packed_rows(undo: Undo, models: Iterable[nn.Module]) -> None:
+def report_packed_rows(undo: Undo, models: Collection[nn.Module]) -> None:
     """Warn once if texts that were packed into one row of a model see each other; raise if text edges are ignored.
 
     Args:
         undo: stores how to remove the hooks.
         models: the models of transformers.
     """
-    rows = _PackedRows()
+    named = {id(model): frozenset(map(id, model.modules())) for model in models}
+    rows = _PackedRows({model: frozenset(named) & inside - {model} for model, inside in named.items()})
     for model in models:
-        undo.hook_before_forward(model, partial(_PackedRows.begin, rows), with_kwargs=True)
-        undo.hook_after_forward(model, partial(_PackedRows.end, rows), always_call=True)
+        undo.hook_before_forward(model, rows.begin, with_kwargs=True)
+        undo.hook_after_forward(model, rows.end)
 
 
 def _restart(positions: Tensor, mask: Tensor | None) -> bool:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
@@ -17,8 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from multihead.kernels.call import AttentionRequest, CallOrigin
+from multihead.kernels.dense_tile import positions_of_queries, visible_cells
 from multihead.models.lazy_mask import LazyMask
 from multihead.tensors.undo import Undo
+
+WHOLE_MASK = "attention_mask has a value per query and key, and hides padding or separates texts"
+KNOWN_TEXTS = (
+    "Give an attention_mask of shape (batch, tokens), or position_ids that restart with use_cache=False and no "
+    "attention_mask."
+)
+"""What is said, and advised, where the texts of a call are unknown."""
 
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
@@ -75,11 +83,14 @@ class TokenInputs:
         is_token: (batch, cached and new tokens) bool, False for padding; None where padding is unknown.
         batch_sizes: batch size of the main input, then of every input; () where unknown, as in models that are not from
             Hugging Face.
+        has_whole_mask: whether the attention mask has a value per query and key, so that it may hide padding or
+            separate texts in ways that only its values show.
     """
 
     ids: Tensor | None = None
     is_token: Tensor | None = None
     batch_sizes: tuple[int, ...] = ()
+    has_whole_mask: bool = False
 
 
 @dataclass(eq=False)
@@ -143,7 +154,9 @@ class InputTracker:
                 continue
             if found is not None:
                 # A model of texts and images embeds the tokens and passes only embeddings to its inner model.
-                return found if model.is_encoder_decoder else TokenInputs(model.newest_inputs.ids, found.is_token)
+                return (
+                    found if model.is_encoder_decoder else replace(found, ids=model.newest_inputs.ids, batch_sizes=())
+                )
             if model.takes_tokens:
                 found = model.newest_inputs
                 if found.ids is not None:
@@ -177,6 +190,28 @@ class InputTracker:
             return None
         stop = min(key_offset + int(request.query_start) + shape.query_length, tokens.shape[1])
         return tokens[:, :stop].to(shape.device)
+
+    def are_texts_known(self, name: str, request: AttentionRequest) -> bool:
+        """Whether it is known which queries of a layer belong to which text.
+
+        It is not if the caller's attention mask has a value per query and key, unless it hides no key from all queries
+        and no part of the row from the rest of it: then each row is one text. Values are read only for such a mask.
+
+        Args:
+            name: the qualified name of the layer.
+            request: the call.
+        """
+        shape = request.shape
+        if request.known_origin.key_places is None or not self.inputs_of_queries(name).has_whole_mask:
+            return True
+        if not shape.query_length or not shape.key_length:
+            return True
+        seen = visible_cells(request).any(1).expand(-1, shape.query_length, shape.key_length)
+        first = seen.int().argmax(2).masked_fill(~seen.any(2), shape.key_length)  # (batch or 1, queries)
+        least_after = first.flip(1).cummin(1).values.flip(1)  # the first key that this query or a later one sees
+        position = positions_of_queries(request)
+        joined = (least_after < position) | (position <= 0)
+        return bool(joined.all()) and bool(seen[:, :, [0, -1]].any(1).all())
 
     def encoder_inputs(self, name: str) -> TokenInputs:
         """Return the inputs of the encoder, for the cross-attention layer `name` of an encoder-decoder model.
@@ -254,6 +289,7 @@ def _read_token_inputs(model: _TrackedModel, args: tuple[Any, ...], kwargs: dict
     except TypeError:
         return TokenInputs()  # wrong arguments: the model itself will raise an error
     ids, mask = bound.get("input_ids"), first_layer_type_mask(bound.get("attention_mask"))
+    whole = isinstance(mask, Tensor) and mask.dim() > 2 and mask.shape[-2] > 1 and not isinstance(mask, LazyMask)
     if isinstance(mask, LazyMask):
         mask = mask.padding
     tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
@@ -265,5 +301,5 @@ def _read_token_inputs(model: _TrackedModel, args: tuple[Any, ...], kwargs: dict
     if batches:
         batches = () if main is None else (given[main].size(0) if main in given else batches[0], *batches)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        return TokenInputs(None, tokens, batches)
-    return TokenInputs(ids.detach().to("cpu", torch.int64, copy=True), tokens, batches)
+        return TokenInputs(None, tokens, batches, whole)
+    return TokenInputs(ids.detach().to("cpu", torch.int64, copy=True), tokens, batches, whole)

@@ -12,6 +12,7 @@ kernel has already computed are dropped, because they depend on positions.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -25,14 +26,14 @@ from multihead.errors import ModelError, ProbeError
 from multihead.kernels import sequence_split
 from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import first_key_of_samples
-from multihead.kernels.parts import RECEIVED, SINK_MASS, PartInput, PartName, number_in_text
+from multihead.kernels.parts import RECEIVED, SINK_MASS, PartInput, PartName, number_in_text, part_named
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.sequence_split import SequenceSplit
 from multihead.layer.sharding import RankHeads, rank_heads
 from multihead.masks.positions import SampleSpan
 from multihead.models import pretrained
 from multihead.models.coverage import whole_model_advice
-from multihead.models.pretrained import InputTracker
+from multihead.models.pretrained import KNOWN_TEXTS, WHOLE_MASK, InputTracker
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import LayerNamer
 from multihead.observation.measuring import StatisticsMeasurer
@@ -92,6 +93,7 @@ class _LayerCall:
         is_first: whether the call is the first one of its samples.
         is_further_window: whether the call computes a further window of the samples of the call before it.
         windows: how many consecutive rows of the batch are windows of one sample.
+        texts_known: whether it is known which queries belong to which text.
         samples: returns the records of the samples; without their calls if only a summary is kept.
         texts: the samples in the layer's summary; None if there is no summary. Until the first call of the samples is
             added, those of the call before it, which have ended.
@@ -112,6 +114,7 @@ class _LayerCall:
     is_first: bool = True
     is_further_window: bool = False
     windows: int = 1
+    texts_known: bool = True
     samples: Callable[[], list[SampleRecord]] = list
     texts: OpenTexts | None = None
     waiting: Callable[[], list[list[MeasuredRows]]] = list
@@ -149,8 +152,9 @@ class Recorder:
     new_running_summary: Callable[[str, int], RunningSummary] = lambda _, num_heads: RunningSummary(num_heads)
     requested_statistics: frozenset[PartName] = field(init=False)
     _own_statistics: OwnStatistics = field(init=False)  # the statistics that are not built in
-    # whether a layer is cross-attention, where tokens of keys are not compared with the query's -> what measures it
-    _measurers: dict[bool, StatisticsMeasurer] = field(init=False)
+    # whether a layer is cross-attention, where tokens of keys are not compared with the query's, and whether the texts
+    # of a call are known -> what measures it
+    _measurers: dict[tuple[bool, bool], StatisticsMeasurer] = field(init=False)
     _latest_counted_offset: int = field(init=False)  # the largest offset of a key because of which a query counts
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     _previous_calls: dict[tuple[str, object], _LayerCall] = field(default_factory=dict)  # by layer and text
@@ -159,6 +163,7 @@ class Recorder:
     _chance_levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
     _image_of_layer: Callable[[str], Text | None] = field(init=False)  # by name: the tokens of the image that it reads
     _gathered_ids: tuple[Tensor, Tensor] | None = None  # the ids of this rank and of all ranks of a split sequence
+    _warned_of_unknown_texts: bool = False
     _pass_continues_cache: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
     def __post_init__(self) -> None:
@@ -174,8 +179,11 @@ class Recorder:
         if self.keep == "summary":
             probes = tuple(probe for probe in probes if probe.axes == "queries")
         alike = tuple(probe for probe in probes if not probe.compares_tokens)
+        anywhere = tuple(probe for probe in alike if not _depends_on_text(probe))
         self._measurers = {
-            crosses: replace(self.measurer, probes=alike if crosses else probes) for crosses in (False, True)
+            (crosses, known): replace(self.measurer, probes=(alike if crosses else probes) if known else anywhere)
+            for crosses in (False, True)
+            for known in (False, True)
         }
 
     @property
@@ -235,6 +243,14 @@ class Recorder:
             self._add_call(call, state)
         self._previous_calls[text] = state
 
+    def _warn_of_unknown_texts(self, name: str) -> None:
+        """Warn once that statistics are left out, because the texts of the calls are unknown."""
+        left_out = [each.name for each in self.measurer.probes if each.compares_tokens or _depends_on_text(each)]
+        if left_out and not self._warned_of_unknown_texts:
+            self._warned_of_unknown_texts = True
+            finding = f"The record of {name} has no {', '.join(left_out)}, because its texts are unknown: {WHOLE_MASK}."
+            warnings.warn(f"{finding} {KNOWN_TEXTS}", UserWarning, stacklevel=2)
+
     def _record_of_layer(self, name: str, request: AttentionRequest) -> LayerRecord:
         """Return the record of a layer; at the layer's first call, create it."""
         if name not in self._layers:
@@ -270,6 +286,11 @@ class Recorder:
     def _add_call(self, call: AttentionCall, state: _LayerCall) -> None:
         """Measure a call, all samples at once if possible, and add it to the record."""
         request, summary = call.request, state.layer.running_summary
+        state.texts_known = state.cross_attention or self.inputs.are_texts_known(
+            self.measurer.module_name(request), request
+        )
+        if not state.texts_known:
+            self._warn_of_unknown_texts(self.measurer.module_name(request))
         sample_spans = self._find_samples(request, cross_attention=state.cross_attention)
         ids = self._ids_of_call(request, sample_spans, cross_attention=state.cross_attention)
         without_windows = sample_spans.texts is not None or request.position_in_sequence is not None
@@ -292,7 +313,7 @@ class Recorder:
         """Begin the texts of a call; return True if all could be measured at once, and were added to the summary."""
         layer, summary, windows, request = state.layer, state.layer.running_summary, state.windows, call.request
         assert summary is not None
-        measurer = self._measurers[state.cross_attention]
+        measurer = self._measurers[state.cross_attention, state.texts_known]
         whole = measurer.measures_whole(request, sample_spans, ids)
         if summary.takes_batches and (state.cross_attention or not whole or ids.key_ids(request) is None):
             shape = request.shape
@@ -356,7 +377,8 @@ class Recorder:
         """Create the samples of a call; return True if the whole batch could be measured and recorded at once."""
         layer, windows = state.layer, state.windows
         new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
-        parts = self._parts_of_batch(call, sample_spans, ids)
+        probes = self._measurers[state.cross_attention, state.texts_known].probes
+        parts = self._parts_of_batch(call, sample_spans, ids, probes)
         if parts is None:
             samples = new_samples(new_sample, sample_spans, ids)[::windows]
             if self._keeps_qk:
@@ -371,9 +393,7 @@ class Recorder:
             parts = {part: value.cpu() for part, value in parts.items()}
         shared = device == sample_spans.request.shape.device and request.sinks is None and request.bias is None
         bare = sample_spans.request if shared else self._request_without_tensors(request, device)
-        batch = RecordedBatch(
-            new_sample, sample_spans, bare, logsumexp.to(device), parts, ids, self.measurer.probes, windows=windows
-        )
+        batch = RecordedBatch(new_sample, sample_spans, bare, logsumexp.to(device), parts, ids, probes, windows=windows)
         if self.record.statistics:  # a user-defined function may raise an error, so it runs now
             batch.statistics  # noqa: B018
         if self._keeps_qk:
@@ -400,7 +420,7 @@ class Recorder:
         _check_measurable_on_a_rank(self.measurer.probes)
         starts = sample_spans.key_starts_in_text()
         if isinstance(starts, Tensor) and starts.shape[-1] == length:  # a number per query, of which this rank has some
-            starts = starts[..., sequence.positions_of_rank(request.shape.query_length, starts.device)]
+            starts = starts[..., sequence.positions_of_rank(request.shape.query_length, starts.device)[0]]
         parts = dict(number_in_text(result.statistics, starts, result.logsumexp))
         if request.sinks is not None:
             parts[SINK_MASS.name] = sink_mass(result.logsumexp.detach(), request.sinks)
@@ -545,8 +565,10 @@ class Recorder:
         start = sample_spans.request.query_start
         return CallTokenIds(queries, keys, cross_attention, start, image)
 
-    def _parts_of_batch(self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds) -> PartValues | None:
-        """Return the parts of all probes for the whole batch; None if each sample must be measured separately.
+    def _parts_of_batch(
+        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds, probes: tuple[Probe, ...]
+    ) -> PartValues | None:
+        """Return the parts of probes for the whole batch; None if each sample must be measured separately.
 
         The kernel has measured the parts that need only q and k. Weights on special tokens and sinks are measured here.
         Samples are measured separately if the kernel measured nothing, if a part needs other inputs, if a part cannot
@@ -560,11 +582,7 @@ class Recorder:
             known.add("sinks")
         if ids.queries is not None or ids.keys is not None:
             known |= {"ids", "special_keys"} if self.measurer.special_ids else {"ids"}
-        parts = parts_of_probes(
-            probe
-            for probe in self.measurer.probes
-            if probe.needs <= known and not (ids.cross_attention and probe.compares_tokens)
-        )
+        parts = parts_of_probes(probe for probe in probes if probe.needs <= known)
         if not all(map(sliceable.includes, parts)):
             return None
         missing = parts - measured.keys()
@@ -587,7 +605,7 @@ class Recorder:
         starts = sample_spans.key_starts(state.offset) - state.key_starts()
         if state.is_further_window or windows > 1:  # the keys of a window follow the keys of the previous window
             starts = (state.num_keys()[:, None] - sample_spans.key_lengths(windows).flip(1).cumsum(1).flip(1)).flatten()
-        measurer = self._measurers[state.cross_attention]
+        measurer = self._measurers[state.cross_attention, state.texts_known]
         samples = state.samples()
         state.samples = lambda: samples
         self.record.add(layer, ())
@@ -645,7 +663,7 @@ class Recorder:
             ids: the token ids of the text so far; None if unknown.
         """
         assert state.texts is not None
-        measurer, shape = self._measurers[state.cross_attention], alone.request.shape
+        measurer, shape = self._measurers[state.cross_attention, state.texts_known], alone.request.shape
         num_keys = before + shape.key_length
         read = None if ids is None or ids.length != num_keys else ids.all_rows()
         positions = torch.arange(shape.query_length) + (before + int(alone.request.query_start))
@@ -753,6 +771,13 @@ class Recorder:
                 f"No layer that ran matches {' or '.join(repr(each) for each in missed)}.",
                 f"Choose among {', '.join(f'{index}: {name}' for index, name in enumerate(self._layers))}.",
             )
+
+
+def _depends_on_text(probe: Probe) -> bool:
+    """Whether a statistic, or which queries count in it, depends on where the text of a query begins or ends."""
+    parts = [part_named(name) for name in probe.parts]
+    numbered = any(part.uses_first_key or part.numbers_a_token for part in parts)
+    return numbered or probe.counted_offset is not None
 
 
 def _check_same_texts(given: int, before: int, name: str) -> None:

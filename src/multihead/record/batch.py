@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from multihead.errors import ModelError
-from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult
+from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult, InputPlaces
 from multihead.kernels.dense_tile import first_key_of_queries
 from multihead.kernels.parts import PartName, number_in_text, part_named, set_empty_and_bad_queries
 from multihead.kernels.plan.bounds import bounds_of
@@ -46,7 +46,7 @@ from multihead.probes.statistics import statistic_from_parts
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import ChunkedRows, Segment, copy_contiguous
 from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, TextRows
-from multihead.record.token_ids import CallTokenIds, ids_of_queries
+from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import Bias, RelativeBias
 
 SLICING_LOCK = RLock()
@@ -266,12 +266,38 @@ class SampleSpans:
         return TextRows(ends, positions, num_keys, None if whole else places)
 
     def ids_of_queries(self, ids: Tensor, request: AttentionRequest) -> Tensor | None:
-        """Return the token ids of the queries of a call, given those of the model's input; see `token_ids`."""
+        """Return the token ids of the queries of a call, given those of the model's input.
+
+        Args:
+            ids: (samples, tokens) int64, on the CPU.
+            request: the call, with its origin.
+
+        Returns:
+            (batch, queries) int64; None if the ids do not fit the call.
+        """
         newest, places = self._newest_ids, request.known_origin.input_places
         index = None if places is None else places.index
         if newest is None or newest[0] is not ids or newest[1] is not index:
-            newest = self._newest_ids = ids, index, ids_of_queries(ids, request, self)
+            newest = self._newest_ids = ids, index, self._find_ids(ids, places)
         return newest[2]
+
+    def _find_ids(self, ids: Tensor, places: InputPlaces | None) -> Tensor | None:
+        size = self.request.shape.batch, self.request.shape.query_length
+        if places is not None and ids.shape == places.shape and (places.padded_left or ids.shape != size):
+            tokens, found = ids.flatten()[places.index.cpu()], ids.new_zeros(size)
+            whole = size == (1, len(tokens))
+            real = torch.ones(size, dtype=torch.bool) if whole else self.sample_of_queries() >= 0
+            if int(real.sum()) != len(tokens):
+                return None
+            found[real] = tokens
+            return found
+        if ids.shape == size:
+            return ids
+        if self.texts is None or size[0] != 1 or len(ids) != len(self.spans):
+            return None
+        # The layer has no padding and the model's input has, such as that of nested tensors, which is on the right.
+        real = torch.arange(ids.shape[1]) < self.text_rows.ends.diff()[:, None]
+        return ids[real][None] if int(real.sum()) == size[1] else None
 
     def rows_with_ids(self, ids: CallTokenIds) -> TextRows:
         """Return `text_rows` with the token ids of the call, where these are all tokens of the texts so far."""

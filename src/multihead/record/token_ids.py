@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +12,6 @@ from multihead.kernels.call import AttentionRequest
 from multihead.masks.positions import SampleSpan
 from multihead.record.sample import SampleRecord
 from multihead.record.texts import Text
-
-if TYPE_CHECKING:
-    from multihead.record.batch import SampleSpans
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,36 +68,6 @@ class CallTokenIds:
         origin = offset + (int(start[span.sample]) if isinstance(start, Tensor) else start)
         first, stop = max(-origin, 0), max(offset + span.keys[1] - origin, 0)
         sample.growing_key_text.append_ids(_row_of_ids(self.queries, span.sample, (first, stop)), start=origin + first)
-
-
-def ids_of_queries(ids: Tensor, request: AttentionRequest, sample_spans: SampleSpans) -> Tensor | None:
-    """Return the token ids of the queries of a call, given those of the model's input.
-
-    Args:
-        ids: (samples, tokens) int64, on the CPU.
-        request: the call.
-        sample_spans: its samples.
-
-    Returns:
-        (batch, queries) int64; None if the ids do not fit the call.
-    """
-    size = request.shape.batch, request.shape.query_length
-    places = request.known_origin.input_places
-    if places is not None and ids.shape == places.shape and (places.padded_left or ids.shape != size):
-        tokens = ids.flatten()[places.index.cpu()]
-        found = ids.new_zeros(size)
-        real = torch.ones(size, dtype=torch.bool) if size == (1, len(tokens)) else sample_spans.sample_of_queries() >= 0
-        if int(real.sum()) != len(tokens):
-            return None
-        found[real] = tokens
-        return found
-    if ids.shape == size:
-        return ids
-    if sample_spans.texts is None or size[0] != 1 or len(ids) != len(sample_spans.spans):
-        return None
-    lengths = sample_spans.text_rows.ends.diff()  # a layer without padding, such as one of nested tensors
-    real = torch.arange(ids.shape[1]) < lengths[:, None]
-    return ids[real][None] if int(real.sum()) == size[1] else None
 
 
 def is_among(ids: Tensor, wanted: Sequence[int]) -> Tensor:
