@@ -10,9 +10,11 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.cells import cell_len
 
+from multihead import masks
 from multihead.cli import main
 from multihead.observation.record import Record
 from tests.record.analysis.test_changes import two_runs
+from tests.viewer.watching import watch
 
 
 def run(*args: str, columns: int | None = None) -> Result:
@@ -80,16 +82,51 @@ def test_some_queries_are_compared_on_request(files: tuple[str, str]) -> None:
     assert json.loads(run(*files, "--queries", "4", "--json", "-").stdout)[0]["queries"] == 4
 
 
-def test_records_of_two_texts_are_refused_in_one_line(files: tuple[str, str], tmp_path: Path) -> None:
-    two_runs(text=1)[1].save(tmp_path / "text.safetensors")
-    result = run(files[0], str(tmp_path / "text.safetensors"))
-    assert result.exit_code == 2
-    assert result.stderr == (
-        "error: The two records read different texts, so their weights cannot be compared. "
-        "Run both models on the same text.\n"
+def test_records_of_two_texts_are_compared_beyond_chance(files: tuple[str, str], tmp_path: Path) -> None:
+    after = two_runs(text=1)[1]
+    after.save(tmp_path / "text.safetensors")
+    result = run(files[0], str(tmp_path / "text.safetensors"), "--json", str(tmp_path / "all.json"))
+    assert result.exit_code == 0, result.output
+    found = Record.load(files[0]).changed(after)
+    clear = [one for one in found if one.is_clear]
+    lines = result.stdout.splitlines()
+    assert lines[0] == (
+        f"before.safetensors → text.safetensors: different texts, so weights are not compared. {len(clear)} of 8 heads "
+        "changed beyond chance by 10 points and three standard errors."
     )
+    assert [line.split()[:2] for line in lines if line.startswith("L")] == [
+        [f"L{one.layer}", f"H{one.head}"] for one in clear
+    ]
+    assert len(json.loads((tmp_path / "all.json").read_text())) == 8
+    same = run(files[0], files[0], "--sample", "0", "--after-sample", "0", "--lang", "zh")
+    assert same.stdout.startswith("before.safetensors → before.safetensors：8 个头，平均散度 0.000 奈特")
+
+
+def test_records_of_two_models_are_compared_kind_by_kind(files: tuple[str, str], tmp_path: Path) -> None:
+    watch(30, heads=4, layers=3, mask=masks.Causal()).save(tmp_path / "other.safetensors")
+    for lang, sentence, heads in (
+        ("en", "different numbers of layers and heads, so heads are compared kind by kind.", "0 of 8 heads"),
+        ("zh", "层数或头数不同，因此按种类比较。", "8 个头中有 0 个"),
+    ):
+        result = run(
+            files[0], str(tmp_path / "other.safetensors"), "--lang", lang, "--csv", str(tmp_path / "kinds.csv")
+        )
+        assert result.exit_code == 0, result.output
+        assert sentence in result.stdout.splitlines()[0]
+        assert heads in result.stdout
+    with (tmp_path / "kinds.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    expected = Record.load(files[0]).compared_kinds(Record.load(tmp_path / "other.safetensors"))
+    assert [(row["kind"], int(row["number_before"]), int(row["heads_after"])) for row in rows] == [
+        (one.kind, one.number_before, 12) for one in expected
+    ]
+
+
+def test_bad_input_is_one_line(files: tuple[str, str], tmp_path: Path) -> None:
     result = run(files[0], str(tmp_path / "none.safetensors"))
     assert result.stderr == f"error: There is no file {str(tmp_path / 'none.safetensors')!r}. Check its name.\n"
+    result = run(*files, "--sample", "3")
+    assert result.stderr == "error: There is no sample 3; layers.0 has 1. Give 0.\n"
     result = run(*files, "--json", "-", "--csv", "-")
     assert result.stderr.startswith("error: --json - and --csv - both print to standard output, ")
     result = run(files[0], files[1], "--import", "no_such_masks")

@@ -252,7 +252,7 @@ class TestDivergence:
         self, counted: mh.Census, other: mh.Census
     ) -> None:
         found = counted.changed(other)
-        values = [each.divergence for each in found]
+        values = [each.divergence for each in found if not each.is_clear]  # clear changes beyond chance come first
         assert values == sorted(values, reverse=True)
         assert 0 < values[-1] <= values[0] <= math.log(2)
         first = found[0]
@@ -264,12 +264,14 @@ class TestDivergence:
         assert str(first).startswith(f"L{first.layer} H{first.head}: {first.divergence:.3f} nats; ")
 
     def test_it_is_that_of_the_two_histograms(self, counted: mh.Census, other: mh.Census) -> None:
-        """In coarse bins: from 2^-10 on, eight per factor of two."""
+        """In coarse bins: from 2^-10 on, eight per factor of two, of the quotient by chance, which differs here."""
         one = next(each for each in counted.changed(other) if (each.layer, each.head) == (1, 2))
         shares: list[dict[int, float]] = []
         for census in (counted, other):
             found: dict[int, float] = {}
-            for value, count in zip(*census.histogram(1, 2, "entropy"), strict=True):
+            chance = census.table().rows[6]["entropy_chance"]
+            for number, count in zip(*census.histogram(1, 2, "entropy"), strict=True):
+                value = number / chance
                 place = math.floor(8 * math.log2(value * 1024)) + 1 if value >= 2**-10 else 0
                 found[place] = found.get(place, 0.0) + float(count)
             shares.append({place: count / sum(found.values()) for place, count in found.items()})
@@ -279,6 +281,23 @@ class TestDivergence:
             middle = (p + q) / 2
             total += sum(each * math.log(each / middle) / 2 for each in (p, q) if each)
         assert one.divergences["entropy"] == pytest.approx(total, abs=1e-12)
+
+    def test_two_samples_of_one_corpus_with_texts_of_other_lengths_name_no_head(
+        self, model: str, tmp_path: Path
+    ) -> None:
+        censuses = []
+        for seed, longest in ((3, 20), (4, 30)):
+            file = jsonl(tmp_path / f"{seed}.jsonl", random_texts(40, seed=seed, longest=longest))
+            censuses.append(mh.census(model, file, out=tmp_path / str(seed), threads=1))
+        before, after = censuses
+        levels = [census.table().rows[0]["effective_keys_chance"] for census in censuses]
+        assert levels[1] > 1.3 * levels[0]
+        found = before.changed(after)
+        assert [each for each in found if each.is_clear] == []
+        assert (
+            f"(chance {levels[0]:.1f})"
+            in next(each for each in found if (each.layer, each.head) == (0, 0)).values("effective_keys")[0]
+        )
 
     def test_the_nearest_heads_are_those_of_the_smallest_divergence(self, counted: mh.Census) -> None:
         found = counted.nearest(0, 1, top=7)

@@ -141,10 +141,7 @@ def test_two_censuses_are_on_one_page_with_their_divergences(
     data = data_of(write_census_page(one, tmp_path / "page.html", other, lang="zh"))
     found = {(each.layer, each.head): each for each in one.changed(other)}
     heads = [(layer, head) for layer in range(2) for head in range(4)]
-    first = one.changed(other)[0]
-    assert (data["findings"][0]["layer"], data["findings"][0]["head"]) == (first.layer, first.head)
-    assert data["findings"][0]["count"] == f"散度 {first.divergence:.3f} 奈特"
-    assert (data["findings"][0]["statistic"], len(data["findings"])) == (first.most_different, 6)
+    assert data["findings"] == []  # samples of one corpus
     assert data["divergence"][""] == pytest.approx([found[head].divergence for head in heads], rel=1e-3)
     assert data["divergence"]["entropy"] == pytest.approx(
         [found[head].divergences["entropy"] for head in heads], rel=1e-3

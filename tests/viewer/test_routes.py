@@ -31,7 +31,6 @@ from tests.viewer.watching import block_means, watch
 LENGTH = 300
 SAMPLE = "api/runs/0/samples/0"
 HEAD = f"{SAMPLE}/heads/1/0"
-NO_LAYER = "The two records have no layer with the same number, heads and length."
 TOKENS = ["=1+1", "</script><script>alert(1)</script>", *(f"t{index}" for index in range(2, LENGTH))]
 
 
@@ -212,12 +211,12 @@ def test_the_divergence_of_a_head_of_nan_is_null() -> None:
 def test_what_changed_between_two_records_is_what_the_record_says(served: Served, record: Record) -> None:
     other = watch(LENGTH, layers=2, mask=masks.Causal(), seed=1)
     body = served.get(f"{SAMPLE}/changed/1?top=3").json
-    expected = record.changed(other, top=3)
+    expected = record.changed(other, sample=0, top=3)
     assert body["every"] == 1
     assert [(each["layer"], each["head"], each["divergence"]) for each in body["heads"]] == [
         (each.layer, each.head, pytest.approx(each.divergence, abs=1e-9)) for each in expected
     ]
-    whole = record.changed(other)
+    whole = record.changed(other, sample=0)
     mean = sum(each.divergence for each in whole) / len(whole)
     assert body["all"] == len(whole)
     assert body["sentences"][0].endswith(
@@ -234,9 +233,42 @@ def test_what_changed_between_two_records_is_what_the_record_says(served: Served
     assert len(served.get(f"{SAMPLE}/changed/1").json["heads"]) == 4
 
 
-def test_two_records_that_cannot_be_compared_have_a_sentence_in_place_of_the_list(served: Served) -> None:
-    sentence = f"{NO_LAYER} Compare two runs of one model on the same text."
-    assert served.get(f"{SAMPLE}/changed/2").json == {"every": 1, "heads": [], "error": sentence}
+def test_two_models_are_compared_kind_by_kind(record: Record) -> None:
+    other = watch(30, layers=3)
+    with serving(RecordedRun("a", record), RecordedRun("b", other), lang="zh") as served:
+        body = served.get("api/runs/0/samples/1/changed/1").json
+    assert (body["heads"], body["sentences"]) == ([], ["a → b：层数或头数不同，因此按种类比较。"])
+    expected = record.compared_kinds(other, sample=1, after_sample=0)
+    assert [kind for kind, *_ in body["kinds"]] == [one.kind for one in expected]
+    assert [row[2].partition("，")[0] for row in body["kinds"]] == [
+        f"4 个头中有 {one.number_before} 个" for one in expected
+    ]
+
+
+def test_records_of_other_texts_list_the_heads_that_changed_clearly() -> None:
+    before, after = (watch(length, layers=2, mask=masks.Causal(), seed=seed) for length, seed in ((300, 0), (60, 1)))
+    runs = (RecordedRun("a", before), RecordedRun("b", after))
+    with serving(*runs) as served:
+        body = served.get(f"{SAMPLE}/changed/1").json
+    clear = [one for one in before.changed(after) if one.is_clear]
+    assert (body["sameTexts"], body["all"]) == (False, len(clear))
+    assert [(one["layer"], one["head"], one["divergence"]) for one in body["heads"]] == [
+        (one.layer, one.head, None) for one in clear
+    ]
+    assert body["sentences"][0] == (
+        f"a → b: different texts, so weights are not compared. {len(clear)} of 4 heads changed beyond chance by 10 "
+        "points and three standard errors."
+    )
+
+
+def test_two_records_that_cannot_be_compared_have_a_sentence_in_place_of_the_list() -> None:
+    runs = [RecordedRun(name, watch(30, keep="statistics")) for name in "ab"]
+    sentence = (
+        '0 was observed with keep="statistics", so its weights cannot be computed. '
+        'Observe with keep="cpu" or keep="device".'
+    )
+    with serving(*runs) as served:
+        assert served.get(f"{SAMPLE}/changed/1").json == {"every": 1, "heads": [], "error": sentence}
 
 
 def test_the_heads_that_look_at_a_token_are_ranked_by_their_mean_weight_on_it(served: Served, record: Record) -> None:
@@ -281,7 +313,6 @@ def test_the_pooled_map_of_a_record_of_statistics_is_its_only_tile() -> None:
     [
         (f"{SAMPLE}/changed/3", 404, "There is no record 3. Give a number from 0 to 2."),
         (f"{SAMPLE}/changed/1?top=0", 404, "There is no count of heads 0. Give a number from 1 to 100."),
-        ("api/runs/0/samples/1/changed/1", 404, "There is no sample 1. Give a number from 0 to 0."),
         ("api/runs/3/samples/0", 404, "There is no run 3. Give a number from 0 to 2."),
         ("api/runs/x/samples/0", 400, "The run is 'x'. Give a whole number from 0 to 2."),
         ("api/runs/-1/samples/0", 400, "The run is '-1'. Give a whole number from 0 to 2."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +32,12 @@ from multihead.errors.given import check_path
 from multihead.errors.optional import require
 from multihead.kinds import KINDS, Kind, another_probe_error, check_kinds
 from multihead.locale.escaping import escape_controls, isolate_direction
-from multihead.locale.texts import check_language
+from multihead.locale.texts import check_language, text
 from multihead.models.tokens import CONTINUATION_MARK
 from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import statistic
-from multihead.probes.probe import Probe, Statistic
+from multihead.probes.probe import SHARE_FORMAT, Probe, Statistic
+from multihead.record.analysis.changes import ChangeBeyondChance, change_beyond_chance
 from multihead.record.analysis.find import FoundHead, ValueRange, find
 from multihead.record.analysis.highlights import Finding, HeadKind, findings, heads_of_kinds
 from multihead.record.layer import LayerRecord, kinds_of_summary
@@ -106,6 +108,8 @@ class DifferentHead(HeadOfLayer):
         before: name of a statistic -> its mean in the first census.
         after: name of a statistic -> its mean in the second census.
         statistics: name -> statistic with its label, unit and number format.
+        chance: name of a statistic -> its chance levels in the two censuses, where chance differs; else {}.
+        changes: name of a statistic -> its change beyond chance, where chance differs; else {}.
     """
 
     divergence: float
@@ -113,19 +117,39 @@ class DifferentHead(HeadOfLayer):
     before: dict[str, float]
     after: dict[str, float]
     statistics: Mapping[str, Statistic] = field(default_factory=dict, compare=False)
+    chance: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False)
+    changes: dict[str, ChangeBeyondChance] = field(default_factory=dict, compare=False)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the head differs clearly; on the same texts always, on others if a change beyond chance is clear."""
+        return not self.chance or any(change.is_clear for change in self.changes.values())
 
     @property
     def most_different(self) -> str:
-        """Name of the statistic with the largest divergence."""
-        return max(self.divergences, key=self.divergences.__getitem__)
+        """Name of the statistic with the largest divergence; on other texts, of the largest change beyond chance."""
+        sizes = {name: (change.is_clear, abs(change.size)) for name, change in self.changes.items() if change.size}
+        return max(sizes, key=sizes.__getitem__) if sizes else max(self.divergences, key=self.divergences.__getitem__)
+
+    def values(self, name: str, lang: str = "en") -> tuple[str, str]:
+        """Return the means of a statistic in the two censuses as text, with their chance levels where these differ."""
+        shown = statistic(name, self.statistics)
+        values = shown.text(self.before[name]), shown.text(self.after[name])
+        if name not in self.chance:
+            return values
+        levels = (shown.text(level) for level in self.chance[name])
+        first, second = (
+            text("compare.with chance", lang, value=value, chance=level)
+            for value, level in zip(values, levels, strict=True)
+        )
+        return first, second
 
     def __str__(self) -> str:
         """Return one line, such as "L2 H3: 0.312 nats; previous 91 % -> 12 %"."""
-        shown = statistic(self.most_different, self.statistics)
-        before, after = (shown.text(each[self.most_different]) for each in (self.before, self.after))
-        return escape_controls(
-            f"L{self.layer} H{self.head}: {self.divergence:.3f} nats; {shown.label} {before} -> {after}"
-        )
+        name = self.most_different
+        before, after = self.values(name)
+        label = statistic(name, self.statistics).label
+        return escape_controls(f"L{self.layer} H{self.head}: {self.divergence:.3f} nats; {label} {before} -> {after}")
 
     def row(self) -> dict[str, str | int | float]:
         """Return a table row; a statistic has the columns `{name}_divergence`, `{name}_before` and `{name}_after`."""
@@ -548,7 +572,10 @@ class Census:
     def changed(self, after: Census, *, top: int | None = None) -> list[DifferentHead]:
         """Rank the heads by how much the distributions of their statistics differ from those in another census.
 
-        The two censuses may be those of two checkpoints on one corpus, or of one model on two corpora.
+        The two censuses may be those of two checkpoints on one corpus, or of one model on two corpora. Texts of other
+        lengths have other chance levels: then statistics that grow with the number of keys are compared as a quotient
+        by chance, and heads are ranked by their change beyond chance, the clear changes first, see
+        `multihead.record.analysis.changes.change_beyond_chance`. So two samples of one corpus name no head.
 
         Args:
             after: another census of a model with the same layers and heads.
@@ -575,6 +602,17 @@ class Census:
         return _rank_by_divergence(self, after, pairs)[:top]
 
     @cached_property
+    def evidence(self) -> dict[tuple[int, str, int], tuple[float, float, float]]:
+        """(number of a layer, statistic, head) -> mean, chance level and standard error, where chance is known."""
+        found = {}
+        for one in self.profiles():
+            for name, measured in one.evidence.items():
+                columns = (measured.mean, measured.chance, measured.standard_error)
+                for head, numbers in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+                    found[one.number, name, head] = numbers
+        return found
+
+    @cached_property
     def coarse_bins(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
         """Row in the table of heads, share of its queries, and number of each filled coarse bin: (bins,) each."""
         import pyarrow.compute as pc
@@ -583,16 +621,23 @@ class Census:
         row = pc.list_parent_indices(lists).to_numpy()
         value = pc.list_flatten(lists).to_numpy()
         count = pc.list_flatten(self.heads["bin_count"].combine_chunks()).to_numpy()
-        size = np.maximum(np.abs(value) / MIN_COMPARED_VALUE, 1e-300)
-        octave = np.maximum(np.floor(COARSE_BINS_PER_OCTAVE * np.log2(size)).astype(np.int64) + 1, 0)
-        keys, place = np.unique(np.stack([row, np.sign(value).astype(np.int64) * octave]), axis=1, return_inverse=True)
+        keys, place = np.unique(np.stack([row, _numbers_of_coarse_bins(value)]), axis=1, return_inverse=True)
         share = np.zeros(keys.shape[1])
         np.add.at(share, place.reshape(-1), count)
         share /= np.maximum(self.numbers["count"][keys[0]], 1)
         return keys[0], share, keys[1]
 
-    def distribution(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the numbers of a row's filled coarse bins, ascending, and the share of queries in each: (bins,)."""
+    def distribution(self, row: int, unit: float = 1.0) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the numbers of a row's filled coarse bins, ascending, and the share of queries in each: (bins,).
+
+        Args:
+            row: index of a row of the table of heads.
+            unit: values are divided by this, such as a chance level.
+        """
+        if unit != 1:
+            values, counts = self._histogram_of_row(row)
+            places, index = np.unique(_numbers_of_coarse_bins(values / unit), return_inverse=True)
+            return places, np.bincount(index, counts, minlength=len(places)) / max(counts.sum(), 1)
         of_row, share, number = self.coarse_bins
         part = slice(*np.searchsorted(of_row, [row, row + 1]))
         return number[part], share[part]
@@ -627,22 +672,64 @@ class _CensusLayerSummary(RunningSummary):
         return torch.tensor(found, dtype=torch.float64)
 
 
+def _numbers_of_coarse_bins(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the number of the coarse bin of each value, 0 for small ones, with the sign of the value."""
+    size = np.maximum(np.abs(values) / MIN_COMPARED_VALUE, 1e-300)
+    octave = np.maximum(np.floor(COARSE_BINS_PER_OCTAVE * np.log2(size)).astype(np.int64) + 1, 0)
+    numbers: NDArray[np.int64] = np.sign(values).astype(np.int64) * octave
+    return numbers
+
+
 def _rank_by_divergence(
     before: Census, after: Census, pairs: Mapping[tuple[int, int], Mapping[str, tuple[int, int]]]
 ) -> list[DifferentHead]:
     """Compare heads of two censuses by the distributions of their statistics; the most different come first."""
     found = []
+    known = {} if before is after else _evidence_of_other_texts(before, after, pairs)
     for (layer, head), rows_of in pairs.items():
-        apart = {
-            name: _divergence_of_bins(before.distribution(one), after.distribution(other))
-            for name, (one, other) in rows_of.items()
-        }
+        evidence = {name: known[layer, name, head] for name in rows_of if (layer, name, head) in known}
+        chance = {name: (one[1], other[1]) for name, (one, other) in evidence.items()}
+        changes = {}
+        apart = {}
+        for name, (one, other) in rows_of.items():
+            is_share = before.plan.statistics[name].number_format == SHARE_FORMAT
+            units = (1.0, 1.0)
+            if name in evidence:
+                values, levels, errors = zip(*evidence[name], strict=True)
+                changes[name] = change_beyond_chance(values, levels, errors, share=is_share)
+                units = units if is_share or min(levels) <= 0 else levels
+            apart[name] = _divergence_of_bins(before.distribution(one, units[0]), after.distribution(other, units[1]))
         of_one = {name: float(before.numbers["mean"][one]) for name, (one, _) in rows_of.items()}
         of_other = {name: float(after.numbers["mean"][other]) for name, (_, other) in rows_of.items()}
         name = after.names[next(iter(rows_of.values()))[1]]
         mean = sum(apart.values()) / len(apart)
-        found.append(DifferentHead(layer, head, name, mean, apart, of_one, of_other, before.plan.statistics))
-    return sorted(found, key=lambda each: (-each.divergence, each.layer, each.head))
+        found.append(
+            DifferentHead(layer, head, name, mean, apart, of_one, of_other, before.plan.statistics, chance, changes)
+        )
+    return sorted(found, key=_rank_of_difference)
+
+
+def _rank_of_difference(one: DifferentHead) -> tuple[bool, float, float, int, int]:
+    """Return the key that sorts heads: by divergence, but on other texts by clear changes beyond chance first."""
+    largest = max((abs(change.size) for change in one.changes.values() if change.is_clear), default=0.0)
+    return not one.is_clear, -largest, -one.divergence, one.layer, one.head
+
+
+def _evidence_of_other_texts(
+    before: Census, after: Census, pairs: Mapping[tuple[int, int], Mapping[str, tuple[int, int]]]
+) -> dict[tuple[int, str, int], tuple[tuple[float, float, float], tuple[float, float, float]]]:
+    """Return the evidence of both censuses where chance is known; {} if their chance levels are equal throughout.
+
+    Equal chance levels mean texts of equal lengths under equal masks, such as one corpus read by two checkpoints.
+    """
+    keys = [(layer, name, head) for (layer, head), rows_of in pairs.items() for name in rows_of]
+    known = {
+        key: (before.evidence[key], after.evidence[key])
+        for key in keys
+        if key in before.evidence and key in after.evidence
+    }
+    are_equal = all(math.isclose(one[1], other[1], rel_tol=1e-6, abs_tol=1e-9) for one, other in known.values())
+    return {} if are_equal else known
 
 
 def _divergence_of_bins(

@@ -22,7 +22,13 @@ from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import PROBES, statistic
 from multihead.probes.probe import Probe, Statistic
 from multihead.record import loading, merging, notebook, plots, saving
-from multihead.record.analysis.changes import ChangedHead, changes
+from multihead.record.analysis.changes import (
+    ChangedHead,
+    ComparedKind,
+    changes,
+    compare_kinds,
+    heads_correspond,
+)
 from multihead.record.analysis.find import FoundHead, ValueRange, find
 from multihead.record.analysis.highlights import (
     MAX_TEXTS_COMPARED,
@@ -431,20 +437,25 @@ class Record:
         self,
         after: Record,
         *,
-        sample: int = 0,
+        sample: int | None = None,
+        after_sample: int | None = None,
         top: int | None = None,
         queries: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> HeadList[ChangedHead]:
-        """Compare each head with the same head of a later run on the same text, such as another checkpoint.
+        """Compare each head with the same head of another run, such as another checkpoint, or on other texts.
 
-        Heads are ranked by the Jensen-Shannon divergence of their attention weights, computed in tiles, so that no
-        complete attention map is in memory. Layers that are in only one of the records, or have other numbers of heads,
-        queries or keys, are left out.
+        If both runs read the same texts, heads are ranked by the Jensen-Shannon divergence of their attention weights,
+        computed in tiles, so that no complete attention map is in memory. Layers that are in only one of the records,
+        or have other numbers of heads, queries or keys, are left out.
+
+        On different texts weights cannot be compared. Heads are then ranked by the change of a statistic beyond chance,
+        see `multihead.record.analysis.changes.change_beyond_chance`, the clear changes first.
 
         Args:
-            after: the record of the other run.
-            sample: which text.
+            after: the record of the other run; it may be this record, for two of its texts.
+            sample: which text; None compares all texts together.
+            after_sample: which text of `after`; None takes `sample`.
             top: how many heads; None returns all.
             queries: how many evenly spaced queries are compared; None compares all, which is exact.
             progress: called with (queries done, all queries of all layers).
@@ -453,8 +464,8 @@ class Record:
             the heads, the most changed first, each with its statistics and kinds in both runs.
 
         Raises:
-            ProbeError: only statistics were kept.
-            ArgumentError: the texts differ, or no layer is in both records.
+            ProbeError: only statistics were kept of equal texts, or only a summary.
+            ArgumentError: no layer with as many heads is in both records.
 
         >>> import torch
         >>> import multihead as mh
@@ -472,12 +483,43 @@ class Record:
             self.layers,
             after.layers,
             sample=sample,
+            after_sample=after_sample,
             top=top,
             queries=queries,
             statistics=after.statistics | self.statistics,
             among=self.all_kinds,
             progress=progress,
         )
+
+    def has_heads_of(self, other: Record) -> bool:
+        """Whether another record is of the same heads: of the same model, or of another checkpoint of it.
+
+        If so, `changed` compares head by head; else `compared_kinds` compares kind by kind.
+        """
+        layers, others = ({layer.number: layer.num_heads for layer in record.layers} for record in (self, other))
+        return heads_correspond(layers, others, same_title=self.title == other.title)
+
+    def compared_kinds(
+        self, after: Record, *, sample: int | None = None, after_sample: int | None = None
+    ) -> HeadList[ComparedKind]:
+        """Compare the heads of two runs kind by kind, also those of different models, and on different texts.
+
+        Args:
+            after: the record of the other run.
+            sample: which text; None takes all of them together.
+            after_sample: which text of `after`; None takes `sample`.
+
+        Returns:
+            one item per kind that was measured in both runs: how many heads have it, and the strongest of them.
+
+        Raises:
+            ArgumentError: there is no such sample.
+            ProbeError: one text is asked for, and only a summary was kept.
+        """
+        _check_records("after", after)
+        after_sample = sample if after_sample is None else after_sample
+        profiles = self.profiles(sample=sample), after.profiles(sample=after_sample)
+        return compare_kinds(profiles[0], profiles[1], dict.fromkeys((*self.all_kinds, *after.all_kinds)))
 
     def to_pandas(self, *, of: SummaryName = "mean", kinds: bool = True) -> Any:
         """Return the table as a pandas DataFrame, one row per head; the arguments are those of `table`.

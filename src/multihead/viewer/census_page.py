@@ -203,12 +203,12 @@ def _describe_findings(
         place = {"layer": one.layer, "head": one.head, "statistic": first_statistics[one.layer, one.head]}
         yield place | {"sentence": one.sentence, "count": one.count}
     for each in changed[:MAX_CHANGED_HEADS]:
-        if each.divergence < MIN_SHOWN_DIVERGENCE:
+        if each.divergence < MIN_SHOWN_DIVERGENCE or not each.is_clear:
             break
         name = each.most_different
         shown = run.plan.statistics[name]
         label = escape_controls(statistic_label(name, lang, shown.label))
-        before, after = (shown.text(of[name]) for of in (each.before, each.after))
+        before, after = each.values(name, lang)
         count = text("census page.apart", lang, n=f"{each.divergence:.3f}")
         place = {"layer": each.layer, "head": each.head, "statistic": name}
         yield place | {"sentence": f"{label} {before} → {after}", "count": count}

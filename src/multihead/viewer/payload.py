@@ -15,7 +15,7 @@ from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text
 from multihead.probes.catalogue import POOLED_MAP, RECEIVED, SEPARATOR_MASS
 from multihead.probes.choices import MARGINS_OF_MAP
-from multihead.record.analysis.changes import ChangedHead, summarise_changes
+from multihead.record.analysis.changes import ChangedHead, describe_kind_counts, summarise_changes
 from multihead.record.analysis.highlights import MAX_TEXTS_COMPARED, findings
 from multihead.record.analysis.roles import roles, rows_with_roles
 from multihead.record.analysis.similar import affordable_queries
@@ -307,30 +307,49 @@ def heads_looking_at(
 def changed_heads(
     before: RecordedRun, after: RecordedRun, sample: int, top: int, is_cancelled: IsCancelled, *, lang: str
 ) -> dict[str, Any]:
-    """List the heads whose weights differ most between two runs, the most changed first; see `Record.changed`.
+    """List the heads that differ most between two runs, the most changed first; see `Record.changed`.
 
-    Of a long text only as many queries are compared as take a second or two. If the two records cannot be compared, the
-    list of heads is empty, and the result has a sentence with the reason.
+    Of a long text only as many queries are compared as take a second or two. On different texts the heads that changed
+    clearly beyond chance are listed, and of two models the kinds of heads ("kinds"). If the two records cannot be
+    compared, the list of heads is empty, and the result has a sentence with the reason.
     """
+    after_sample = min(sample, after.num_samples - 1)
+    names = before.name, after.name
+    if not before.record.has_heads_of(after.record):
+        among = (*before.record.all_kinds, *after.record.all_kinds)
+        kinds = before.record.compared_kinds(after.record, sample=sample, after_sample=after_sample)
+        sentence = text("compare.read models", lang, before=escape_controls(names[0]), after=escape_controls(names[1]))
+        return {
+            "every": 1,
+            "heads": [],
+            "kinds": [[one.kind, *describe_kind_counts(one, lang, among)] for one in kinds],
+            "sentences": [sentence],
+        }
     ones = [layer.sample(sample) for layer in before.record.layers]
     queries = affordable_queries(2 * sum(one.num_keys * one.num_heads for one in ones))
     try:
         found = before.record.changed(
-            after.record, sample=sample, queries=queries, progress=lambda *_: raise_if_cancelled(is_cancelled)
+            after.record,
+            sample=sample,
+            after_sample=after_sample,
+            queries=queries,
+            progress=lambda *_: raise_if_cancelled(is_cancelled),
         )
     except (ArgumentError, ProbeError) as error:
         return {"every": 1, "heads": [], "error": str(error)}
     read = sample_of_main_text(before.record, sample).text
     separator = _sole_special_token(read.tokens, read.special)
+    same_texts = any(one.compares_weights for one in found)
+    shown = found if same_texts else [one for one in found if one.is_clear]
 
     def describe_change(one: ChangedHead) -> dict[str, str] | None:
         change = one.change(lang)
-        if change is not None and separator and one.largest_difference == SEPARATOR_MASS.name:
+        if change is not None and separator and same_texts and one.largest_difference == SEPARATOR_MASS.name:
             change = change._replace(label=separator)  # as in the table of all heads
         return None if change is None else change._asdict()
 
     return {
-        "every": max(-(-one.num_queries // queries) for one in ones),
+        "every": max(-(-one.num_queries // queries) for one in ones) if same_texts else 1,
         "heads": [
             {
                 "layer": one.layer,
@@ -339,10 +358,11 @@ def changed_heads(
                 "kinds": [one.kinds_before, one.kinds_after],
                 "change": describe_change(one),
             }
-            for one in found[:top]
+            for one in shown[:top]
         ],
-        "all": len(found),
-        "sentences": summarise_changes(found, before.name, after.name, lang),
+        "all": len(shown),
+        "sameTexts": same_texts,
+        "sentences": summarise_changes(found, *names, lang),
     }
 
 

@@ -230,7 +230,7 @@ class Viewer(WebSite):
     async def send_changed_heads(self, request: Request) -> Response:
         """Return the heads that differ most from those of another record."""
         run, sample = self._requested_sample(request)
-        other = self._requested_second_run(request.path_params["other"], run, sample)
+        other = self.runs[parse_number("record", request.path_params["other"], below=len(self.runs))]
         top = _requested_number_of_heads(request, default=12)
         return await self._slow_response(
             request, lambda is_cancelled: changed_heads(run, other, sample, top, is_cancelled, lang=self.lang)

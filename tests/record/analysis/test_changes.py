@@ -15,9 +15,11 @@ from multihead.errors import ArgumentError, ProbeError
 from multihead.masks import Mask
 from multihead.observation.record import Record
 from multihead.record.analysis import similar
+from multihead.record.analysis.changes import changes
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 from multihead.record.texts import Text
+from tests.dense_record import record_of
 from tests.record.analysis.test_similar import by_hand
 
 LAYERS, HEADS, LENGTH = 2, 4, 24
@@ -148,25 +150,94 @@ def test_layers_that_only_one_run_has_are_left_out(tmp_path: Path) -> None:
     assert {one.layer for one in before.changed(Record.load(tmp_path / "after.safetensors"))} == {1}
 
 
-def test_other_texts_other_models_and_runs_without_weights_are_refused() -> None:
+def test_on_other_texts_heads_are_ranked_by_their_changes_beyond_chance() -> None:
     before, after = two_runs(text=1)
-    with pytest.raises(ArgumentError) as caught:
-        before.changed(after)
-    assert str(caught.value) == (
-        "The two records read different texts, so their weights cannot be compared. Run both models on the same text."
-    )
-    for record in (before, after):
+    found = before.changed(after)
+    assert {(one.compares_weights, one.queries, math.isnan(one.divergence)) for one in found} == {(False, 0, True)}
+    clear = [one.is_clear for one in found]
+    assert clear == sorted(clear, reverse=True)
+    assert {len(one.changes) for one in found} == {10}
+    for one in found:  # chance is the same, so that each change counts whole
+        for name, change in one.changes.items():
+            difference = one.differences[name]
+            if before.statistic(name).number_format != "share":
+                difference /= one.chance_after[name]
+            assert change.size == pytest.approx(difference, abs=1e-9)
+    row = found[0].row()
+    assert math.isnan(float(row["divergence"]))
+    assert row["entropy_beyond_chance"] == found[0].changes["entropy"].size
+    for record, token in ((before, "a"), (after, "b")):
         for layer in record.layers:
             layer.samples[0].growing_key_text.ids = None
-    before.set_text(Text(None, ["a"] * LENGTH))
-    after.set_text(Text(None, ["b"] * LENGTH))
-    with pytest.raises(ArgumentError, match="different texts"):
-        before.changed(after)
+        record.set_text(Text(None, [token] * LENGTH))
+    assert not before.changed(after)[0].compares_weights
+
+
+def test_the_lengths_of_texts_alone_change_no_head() -> None:
+    """Even heads, heads on the previous token and mixtures of both do the same at any length."""
+
+    def heads(length: int) -> torch.Tensor:
+        even = torch.full((length, length), 1 / length)
+        back = torch.eye(length).roll(-1, 1)
+        return torch.stack([even, back, (even + back) / 2, (3 * even + back) / 4])
+
+    short, long = (record_of(heads(length)) for length in (24, 200))
+    found = changes(short.layers, long.layers)
+    assert [one.is_clear for one in found] == [False] * 4
+    assert max(abs(change.size) for one in found for change in one.changes.values()) < 0.1
+    other = record_of(heads(200)[[1, 0, 2, 3]])
+    assert {one.head for one in changes(short.layers, other.layers) if one.is_clear} == {0, 1}
+
+
+def test_several_texts_are_compared_together_and_two_texts_of_one_record() -> None:
+    torch.manual_seed(0)
+    model = Model(MASKS["causal"]()).eval()
+    ids = torch.randint(0, 50, (2, LENGTH))
+    records = []
+    for factor in (1.0, -4.0):
+        with torch.no_grad(), mh.observe(model) as seen:
+            model.layers[1].q_proj.weight[16:24] *= factor  # type: ignore[union-attr, index]
+            model(ids)
+            model(ids[:1, :9])
+        records.append(seen)
+    before, after = records
+    together = {(one.layer, one.head): one for one in before.changed(after)}
+    alone = [{(one.layer, one.head): one for one in before.changed(after, sample=each)} for each in range(3)]
+    assert together[1, 2].queries == 2 * LENGTH + 9
+    expected = sum(each[1, 2].divergence * each[1, 2].queries for each in alone) / (2 * LENGTH + 9)
+    assert together[1, 2].divergence == pytest.approx(expected, abs=1e-12)
+    (first, *_) = before.changed(before, sample=0, after_sample=2)
+    assert not first.compares_weights
+    same = before.changed(before, sample=0, after_sample=0)
+    assert {one.divergence for one in same} == {0.0}
+
+
+def test_other_models_are_compared_kind_by_kind() -> None:
+    before, _ = two_runs()
+    with torch.no_grad(), mh.observe(other := Model(MASKS["causal"](), layers=3).eval()) as after:
+        other(torch.randint(0, 50, (1, 40)))
+    assert before.has_heads_of(before)
+    assert not before.has_heads_of(after)
+    found = before.compared_kinds(after)
+    kinds = [[each.kind for each in record.kinds()] for record in (before, after)]
+    for one in found:
+        assert (one.number_before, one.number_after) == tuple(each.count(one.kind) for each in kinds)
+        assert (one.heads_before, one.heads_after) == (LAYERS * HEADS, 3 * HEADS)
+        shares = [each.share for each in before.kinds() if each.kind == one.kind]
+        assert (None if one.best_before is None else one.best_before.share) == max(shares, default=None)
+        assert one.row()["number_after"] == one.number_after
+    assert (
+        str(found[0]) == f"{found[0].kind}: {found[0].number_before} of 8 heads -> {found[0].number_after} of 12 heads"
+    )
+
+
+def test_records_without_a_common_layer_and_runs_without_weights_are_refused() -> None:
+    before, _ = two_runs()
     with pytest.raises(ArgumentError) as caught:
         before.changed(Record())
     assert str(caught.value) == (
-        "The two records have no layer with the same number, heads and length. "
-        "Compare two runs of one model on the same text."
+        "The two records have no layer with the same number, heads and length. Compare two runs of one model; "
+        "heads of different models can be compared kind by kind: before.compared_kinds(after)."
     )
     before, after = two_runs(keep="statistics")
     with pytest.raises(ProbeError) as refused:

@@ -72,6 +72,7 @@ function headsTable() {
 }
 
 function findings() {
+  if (TWO && !D.findings.length) { $('finds').replaceChildren(el('li', { textContent: translate('nothing changed') })); return; }
   $('finds').replaceChildren(...D.findings.map(({ layer, head, statistic, sentence, count }) => {
     const i = LIST.index(layer, head), words = el('p', {}, el('b', { textContent: LIST.long(i) }), translate('join.sentences') + sentence, el('small', { textContent: count }));
     return el('li', {}, el('a', { href: addressOf(i, statistic) }, el('div', {}, ...D.runs.map((_, run) => bars(statistic, i, run))), words));
