@@ -198,6 +198,28 @@ def packed(texts: Texts) -> list[Tensor]:
     return [row[:length] for row, length in zip(output, texts.lengths, strict=True)]
 
 
+def in_documents(texts: Texts) -> list[Tensor]:
+    """All texts as documents of a few rows, with tokens of no document after them, at once or with a cache."""
+    draw, rows = texts.draw, texts.draw.pick("rows", 1, 1, 2, 3)
+    texts.mask = texts.mask & masks.Causal() if draw.has("causal documents", 0.5) else texts.mask
+    places = [index * rows // max(len(texts.lengths), 1) for index in range(len(texts.lengths))]
+    lengths = [[n for n, place in zip(texts.lengths, places, strict=True) if place == row] for row in range(rows)]
+    if rows > 1:  # lengths of 0 at the end fill up a row
+        lengths = [[n for n in row if n] for row in lengths]
+    width = max(map(sum, lengths)) + draw.pick("more tokens", 0, 0, 2)
+    x = texts.draw.normal("tokens of no document", rows, width, 12).to(texts.dtype)
+    edges, at = [], dict.fromkeys(range(rows), 0)
+    for index, (length, row) in enumerate(zip(texts.lengths, places, strict=True)):
+        edges.append((row, slice(at[row], at[row] + length)))
+        x[row, edges[-1][1]] = texts.x[index, :length]
+        at[row] += length
+    counts: Any = lengths if rows > 1 else lengths[0]
+    if rows == 1 and draw.has("tensor of documents", 0.5):
+        counts = torch.tensor(counts, dtype=torch.int64)
+    output = texts.layer(x, mask=texts.mask & masks.Documents(counts))
+    return [output[row, tokens] for row, tokens in edges]
+
+
 CACHES = ("growing", "capacity", "window")
 
 
@@ -231,13 +253,15 @@ def called(texts: Texts, way: str) -> list[Tensor] | None:
     """Call the layer on all texts: (length, 12) each; None where there is nothing to pack."""
     if way == "packed":
         return packed(texts) if texts.lengths else None
+    if way == "documents":
+        return in_documents(texts) if texts.lengths and texts.layer.bias_k is None else None
     return stepped(texts) if way == "stepped" else padded(texts, way)
 
 
 def texts(draw: Draw) -> None:
     """Padded, packed and cached texts: each is as if it was alone."""
     made = Texts(draw)
-    way = draw.pick("way", "right", "right", "left", "packed", "stepped")
+    way = draw.pick("way", "right", "right", "left", "packed", "documents", "stepped")
     draw.notes["way"] = way
     with torch.no_grad():
         try:

@@ -555,8 +555,8 @@ class And(_CombinedMask):
 
     @property
     def row_texts(self) -> RowTexts | None:  # type: ignore[override]
-        found = [part.row_texts for part in self.parts if part.row_texts is not None]
-        return RowTexts.intersect(found) if found else None
+        found = [texts for part in self.parts if (texts := part.row_texts) is not None]
+        return RowTexts.intersect(found) if len(found) > 1 else found[0] if found else None
 
     def without_documents(self) -> Mask:
         return self._combine_parts(part.without_documents() for part in self.parts)

@@ -18,6 +18,7 @@ from multihead.masks.counts import CountsMask, IntTuples, check_counts, counts_a
 from multihead.masks.distance import Full
 from multihead.masks.positions import SampleSpan
 from multihead.masks.texts import RowTexts
+from multihead.tensors.tracing import is_intercepted
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,11 +53,13 @@ class Documents(CountsMask):
     @property
     def row_texts(self) -> RowTexts | None:  # type: ignore[override]
         """The documents, each a text; with the keys that a cache has dropped."""
-        whole: RowTexts | None = self.__dict__.get("_texts_before_dropping")
-        if whole is not None:
-            return whole
-        # Not cached: the caller may change a tensor of lengths between two calls.
-        return RowTexts.of_lengths(counts_as_tensor(self.lengths, device_of_counts(self.lengths, 0)))
+        known: RowTexts | None = self.__dict__.get("_known_texts")
+        if known is None:
+            known = RowTexts.of_lengths(counts_as_tensor(self.lengths, device_of_counts(self.lengths, 0)))
+            # A tensor of lengths may be changed between two calls; a tensor made under a tracer is not for later calls.
+            if isinstance(self.lengths, tuple) and not is_intercepted():
+                object.__setattr__(self, "_known_texts", known)
+        return known
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
         counts = check_counts(lengths, "Documents", "(documents,) or (batch, documents)", ragged=True)
@@ -90,7 +93,7 @@ class Documents(CountsMask):
         left = type(self)(ends.diff(prepend=torch.zeros_like(ends[..., :1]), dim=-1))
         if (texts := self.row_texts) is not None:
             minus = -count if isinstance(count, Tensor) else -int(count)
-            object.__setattr__(left, "_texts_before_dropping", texts.shifted(minus))
+            object.__setattr__(left, "_known_texts", texts.shifted(minus))
         return left
 
     def select_span(self, span: SampleSpan) -> Mask:

@@ -44,8 +44,6 @@ class RowTexts:
     @staticmethod
     def intersect(found: Sequence[RowTexts]) -> RowTexts:
         """Return the texts of a row that several masks cut: each edge of each of them is an edge."""
-        if len(found) == 1:
-            return found[0]
         rows = max(len(each.edges) for each in found)
         begin, end = (torch.stack([each.edges[:, place].expand(rows) for each in found]) for place in (0, -1))
         edges = torch.cat([each.edges.expand(rows, -1) for each in found], 1).sort(1).values

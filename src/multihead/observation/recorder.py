@@ -540,7 +540,8 @@ class Recorder:
         newest = self._newest_sample_spans
         if newest is None or not newest.fits_call(request, real, padding, one_text=one_text):
             bare, texts = self._request_without_tensors(request, request.shape.device), request.mask.row_texts
-            newest = self._newest_sample_spans = SampleSpans(bare, None if one_text else texts, real, padding)
+            newest = SampleSpans(bare, None if one_text else texts, real, padding, one_text=one_text)
+            self._newest_sample_spans = newest
         return newest
 
     def _ids_of_call(

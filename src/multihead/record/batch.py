@@ -184,6 +184,7 @@ class SampleSpans:
         real_queries: (batch, queries) bool, False for padding; None if unknown.
         real_keys: (batch, keys) bool, False for padding; None if unknown.
         requests: the sliced request of each sample, without q, k and v; empty until `slice_requests`.
+        one_text: whether a row is one sample although its mask separates texts, as in cross-attention.
     """
 
     request: AttentionRequest
@@ -191,6 +192,7 @@ class SampleSpans:
     real_queries: Tensor | None = None
     real_keys: Tensor | None = None
     requests: list[AttentionRequest] = field(default_factory=list)
+    one_text: bool = False
     _key_starts_in_text: dict[int, int | Tensor] = field(default_factory=dict)  # by number of windows
     # the ids of queries, whether they are those of cross-attention, and the rows: shared by the layers of a pass
     _newest_rows_with_ids: tuple[Tensor | None, bool, TextRows] | None = None
@@ -373,7 +375,7 @@ class SampleSpans:
                 return False
         return (
             request.mask is mine.mask
-            and (one_text or mine.mask.row_texts is None) == (self.texts is None)
+            and one_text == self.one_text
             and (request.query_start, request.scale, request.softcap) == (mine.query_start, mine.scale, mine.softcap)
             and request.shape == mine.shape
             and _are_equal(real, self.real_queries)
