@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import multihead.cli.diagnosis as room
 from multihead import contract
@@ -44,6 +45,7 @@ FOUND = room.Diagnosis(
         room.KernelDiagnosis("native", {"float16": "it computes float32", "float64": "it computes float32"}),
         room.KernelDiagnosis("reference", {}),
     ),
+    gpu="torch 2.13.0 finds no GPU",
 )
 
 ALL_IS_WELL = """\
@@ -66,6 +68,9 @@ Native kernel
 Kernels, the fastest first
    native        rejects float16, float64: it computes float32
    reference     supports every call
+
+GPU
+   device        none: torch 2.13.0 finds no GPU
 
 No problems found.
 """
@@ -137,6 +142,32 @@ def test_the_doctor_of_this_machine_runs() -> None:
 def test_help_shows_examples() -> None:
     output = CliRunner().invoke(main, ["doctor", "--help"]).output
     assert "MULTIHEAD_CPU=avx2 multihead doctor" in output
+
+
+def test_the_gpu_is_named_with_its_kernels_and_what_has_not_run_on_hardware() -> None:
+    skip_where_not_simulated()
+    with simulated_gpu():
+        output = CliRunner().invoke(main, ["doctor"], env={"COLUMNS": "200"}).output
+    lines = output[output.index("GPU\n") :].splitlines()
+    assert lines[1].startswith("   device        a simulated GPU, CUDA ")
+    assert lines[1].endswith(", compute capability 9.0")
+    assert lines[2:8] == [
+        "   full, causal  bfloat16; bfloat16, grouped heads; float16; float16, grouped heads: FlashAttention",
+        "                 float32: the memory-efficient kernel",
+        "                 float32, grouped heads: the memory-efficient kernel, with k and v repeated",
+        "   ragged        not yet run on hardware elsewhere: MULTIHEAD_UNPROVEN=ragged uses it",
+        "   sdpa          in use; this code has no row in proven.json",
+        "   flex          in use; this code has no row in proven.json",
+    ]
+
+
+def test_a_gpu_without_fused_kernels_and_one_of_rocm_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_where_not_simulated()
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with simulated_gpu(), sdpa_kernel(SDPBackend.MATH):
+        found = room.diagnose_gpu()
+    assert found.platform == "ROCm 7.0, an unknown architecture"
+    assert set(found.fused.values()) == {"none, so another kernel of this library computes them"}
 
 
 class TestOnTheGpu:

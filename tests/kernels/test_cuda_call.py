@@ -16,12 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import multihead as mh
 from multihead import MultiHeadAttention, masks
 from multihead.errors import ArgumentError, DtypeError, ShapeError, SlowPathWarning
-from multihead.kernels import cuda_call, fused_on_cuda
+from multihead.kernels import cuda_call, flex, fused_on_cuda
 from multihead.kernels.call import listen
 from multihead.kernels.fused_on_cuda import CUDNN, EFFICIENT, FLASH, FusedCall
 from multihead.kernels.proven import UNPROVEN_VARIABLE
 from tests import oracle
 from tests.simulated_gpu import operators
+from tests.simulated_gpu.calls import llama
 from tests.simulated_gpu.device import (
     Counts,
     Gpu,
@@ -450,6 +451,44 @@ def test_in_a_graph_a_call_is_sdpa(kind: str, training: bool, monkeypatch: pytes
     others = {str(each).removeprefix("<built-in function ").removesuffix(">") for each in called[:-1]}
     repeats = {"getitem", "expand", "flatten", "contiguous"} if kind == "float32, grouped" else set()
     assert others <= repeats
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_graph_of_a_whole_model_waits_for_no_value_and_copies_nothing(
+    padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So `mode="reduce-overhead"` can capture it: all of a pass is one graph, in which each tensor is on the GPU."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(
+        fused_on_cuda, "_choose", lambda q, k, v, mask, dropout, causal, **_: operators.fused_sdp_choice(q, k, v)
+    )
+    monkeypatch.setattr(cuda_call, "_usual_tensor", lambda _, dtype, heads: torch.zeros(1, heads, 8, 64, dtype=dtype))
+    monkeypatch.setattr(flex, "_missing_flex_requirement", lambda _: None)
+    torch.compiler.reset()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def described(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+
+    with _device_guard(), torch.no_grad():
+        model = llama(1, described)
+        mh.use(model)
+    with _device_guard(), mode, torch.no_grad():
+        ids = torch.zeros(2, 60, dtype=torch.int64, device="cuda")
+        options = {"attention_mask": torch.ones_like(ids), "use_cache": False} if padded else {}
+        torch.compile(model, backend=backend, fullgraph=True)(ids, **options)
+    (graph,) = graphs
+    values = [node.meta.get("example_value") for node in graph.graph.nodes]
+    assert {each.device.type for each in values if isinstance(each, Tensor)} == {"cuda"}
+    called = [node.target for node in graph.graph.nodes]
+    assert not {"item", "tolist", "cpu", "numpy"}.intersection(map(str, called))
+    assert (torch.nn.functional.scaled_dot_product_attention in called) is not padded
 
 
 def test_the_operators_that_are_called_have_the_arguments_that_were_read() -> None:

@@ -12,11 +12,13 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import masks
+from multihead.functional import request_of
 from multihead.kernels import flex
 from multihead.kernels.plan import bounds as plan_bounds
-from multihead.kernels.plan.bounds import MOST_MASKS_WITH_TENSORS
+from multihead.kernels.plan.bounds import MOST_MASKS_WITH_TENSORS, bounds_of
 from multihead.scores.bias import RelativeBias
 from tests import oracle
+from tests.kernels.test_flex import taking_calls_on_the_cpu
 from tests.simulated_gpu.device import Counts, Gpu, simulated_gpu, skip_where_not_simulated, to_cpu, to_gpu
 
 skip_where_not_simulated(module=True)
@@ -62,6 +64,7 @@ def planted(place: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         v[0, 1, 5, 3], v[1, 0, 8, 0], v[0, 0, 11] = torch.inf, torch.nan, -torch.inf
     if bias is not None:
         bias[0, 1, 6, 2], bias[0, 2, 9, 8], bias[0, 0, 4, 3] = torch.nan, torch.inf, -torch.inf
+        bias[0, 0, 9:, 7] = -torch.inf  # hides a key that may be NaN
     return q, k, v, bias
 
 
@@ -73,15 +76,23 @@ def expected(
     bad_queries = ~q.isfinite().all(-1)
     bad_keys = ~(k.isfinite().all(-1) & v.isfinite().all(-1)).repeat_interleave(q.shape[1] // k.shape[1], 1)
     bad_cells = torch.zeros(1, dtype=torch.bool)
-    numbers = None
     if bias is not None:
         bad_cells = bias.isnan() | (bias == torch.inf)
         seen = seen & (bias != -torch.inf)
-        numbers = bias.double().masked_fill(bad_cells, 0)
-    finite = (each.double().nan_to_num(0, 0, 0) for each in (q, k, v))
-    found = oracle.attend(*finite, seen, bias=numbers, softcap=softcap)
+    found = dense_of(*(each.double().nan_to_num(0, 0, 0) for each in (q, k, v)), bias, mask, softcap)
     bad = (seen & (bad_keys[:, :, None] | bad_cells)).any(-1) | (bad_queries & seen.any(-1))
     return found.output.masked_fill(bad[..., None], torch.nan), found.logsumexp.masked_fill(bad, torch.nan)
+
+
+def dense_of(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: masks.Mask, softcap: float | None
+) -> oracle.Dense:
+    """Compute a call in float64 of finite q, k and v, with 0 for each number of a bias that is not finite."""
+    seen = oracle.shown(mask, (*q.shape[:3], k.shape[2]))
+    if bias is None:
+        return oracle.attend(q, k, v, seen, softcap=softcap)
+    numbers = bias.double().masked_fill(bias.isnan() | (bias == torch.inf), 0)
+    return oracle.attend(q, k, v, seen & (bias != -torch.inf), bias=numbers, softcap=softcap)
 
 
 def on_gpu(mask: masks.Mask) -> masks.Mask:
@@ -102,6 +113,71 @@ def test_what_is_not_finite_reaches_the_queries_that_see_it_and_no_other(name: s
     gpu.counts = Counts()
     mh.attention(*to_gpu([q, k, v]), mask=there, **options)
     assert gpu.counts.totals == {"launches": 4, "reads": 0, "copies": 0}
+
+
+@pytest.mark.parametrize("place", ["a query", "a key", "a value", "a bias", "everywhere"])
+@pytest.mark.parametrize("name", MASKS)
+def test_gradients_are_those_of_the_rows_that_are_finite(name: str, place: str) -> None:
+    """Autograd's engine needs a real device, so the call runs on the CPU, by the eager flex_attention."""
+    q, k, v, bias = planted(place)
+    mask, softcap = MASKS[name], 5.0 if place == "everywhere" else None
+    leaves = [each.float().requires_grad_() for each in (q, k, v)]
+    request = request_of(*leaves, mask=mask, bias=bias, softcap=softcap)
+    with taking_calls_on_the_cpu():
+        found = flex._attend(request, bounds_of(request), nonfinite="marked")
+        right = expected(*(each.float() for each in (q, k, v)), bias, mask, softcap)
+        assert oracle.difference(found.output.detach().double(), right[0]) < 1e-5
+        assert oracle.difference(found.logsumexp.detach().double(), right[1]) < 1e-5
+        given = torch.randn_like(found.output), torch.randn_like(found.logsumexp)
+        grads = torch.autograd.grad((found.output, found.logsumexp), leaves, given)
+    exact = [each.double().nan_to_num(0, 0, 0).requires_grad_() for each in (q, k, v)]
+    dense = dense_of(*exact, bias, mask, softcap)
+    of_rows = [
+        each.double().masked_fill(~right[1].isfinite().view(*right[1].shape, *(1,) * (each.dim() - 3)), 0)
+        for each in given
+    ]
+    bad_keys = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+    bad = ~q.isfinite().all(-1), bad_keys, bad_keys
+    of_leaves = torch.autograd.grad(
+        (dense.output, dense.logsumexp.masked_fill(~dense.logsumexp.isfinite(), 0)), exact, of_rows
+    )
+    for mine, of_leaf, rows in zip(grads, of_leaves, bad, strict=True):
+        assert oracle.difference(mine.double(), of_leaf.masked_fill(rows[..., None], 0)) < 1e-5
+
+
+def test_with_gradients_a_call_takes_few_launches_too(gpu: Gpu) -> None:
+    q, k, v, _ = planted("everywhere")
+    given = [each.requires_grad_() for each in to_gpu([q, k, v])]
+    for name, mask in MASKS.items():
+        there = on_gpu(mask)
+        output, logsumexp = mh.attention_with_logsumexp(*given, mask=there)
+        assert output.requires_grad, name
+        right = expected(q, k, v, None, mask, None)
+        assert oracle.difference(to_cpu(output.detach()).double(), right[0]) < 2e-2
+        assert oracle.difference(to_cpu(logsumexp.detach()).double(), right[1]) < 1e-5
+        gpu.counts = Counts()
+        mh.attention(*given, mask=there)
+        assert gpu.counts.totals == {"launches": 5, "reads": 0, "copies": 0}
+
+
+def test_sinks_that_are_not_finite_reach_the_rows_of_their_head_that_see_a_key(gpu: Gpu) -> None:
+    q, k, v, _ = planted("a key")
+    sinks = torch.tensor([0.5, torch.nan, torch.inf, -torch.inf])
+    for name in ("lengths of which one is 0, causal", "no interval"):
+        mask = MASKS[name]
+        seen = oracle.shown(mask, (2, 4, KEYS, KEYS))
+        finite = (each.double().nan_to_num(0, 0, 0) for each in (q, k, v))
+        right = oracle.attend(*finite, seen, sinks=sinks.double().nan_to_num(0, 0, -torch.inf))
+        _, of_keys = expected(q, k, v, None, mask, None)
+        bad = of_keys.isnan() | (torch.tensor([False, True, True, False])[:, None] & seen.any(-1))
+        there = to_gpu(sinks)
+        output, logsumexp = mh.attention_with_logsumexp(*to_gpu([q, k, v]), mask=mask, sinks=there)
+        for found, exact in ((output, right.output), (logsumexp, right.logsumexp)):
+            shape = (*bad.shape, *(1,) * (exact.dim() - 3))
+            assert oracle.difference(to_cpu(found).double(), exact.masked_fill(bad.view(shape), torch.nan)) < 2e-2
+        gpu.counts = Counts()
+        mh.attention(*to_gpu([q, k, v]), mask=mask, sinks=there)
+        assert gpu.counts.totals["launches"] < 20
 
 
 def test_a_bias_of_distances_that_is_not_finite_does_so_too(gpu: Gpu) -> None:

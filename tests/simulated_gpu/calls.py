@@ -43,6 +43,7 @@ def attention_calls() -> dict[str, Callable[[], object]]:
     lengths, documents = masks.Lengths((256, 100)), masks.Documents((100, 100, 56)) & causal
     padded = lengths & causal
     bias, no_interval = drawn(1, 4, 256, 256), masks.Window(64) | masks.Prefix(8)
+    sinks = drawn(4, dtype=torch.float32)
     trained, trained_grouped = (each.detach().requires_grad_() for each in (q, grouped))
     return {
         "full": lambda: mh.attention(q, q, q),
@@ -51,6 +52,8 @@ def attention_calls() -> dict[str, Callable[[], object]]:
         "one query": lambda: mh.attention(one, grouped, grouped),
         "causal, with gradients": lambda: with_gradients(trained, trained),
         "causal, grouped heads, with gradients": lambda: with_gradients(trained, trained_grouped),
+        "lengths, causal, with gradients": lambda: with_gradients(trained, trained, padded),
+        "lengths, causal, sinks": lambda: mh.attention(q, q, q, mask=padded, sinks=sinks),
         "causal, with the logsumexp": lambda: mh.attention_with_logsumexp(q, q, q, mask=causal),
         "lengths": lambda: mh.attention(q, q, q, mask=lengths),
         "lengths, causal": lambda: mh.attention(q, q, q, mask=padded),
@@ -85,10 +88,10 @@ def ragged_calls() -> dict[str, Callable[[], object]]:
     }
 
 
-def with_gradients(q: Tensor, k: Tensor) -> Tensor:
-    """Compute the forward pass of a causal call whose q, k and v require gradients."""
+def with_gradients(q: Tensor, k: Tensor, mask: masks.Mask | None = None) -> Tensor:
+    """Compute the forward pass of a call, by default a causal one, whose q, k and v require gradients."""
     with torch.enable_grad():
-        return mh.attention(q, k, k, mask=masks.Causal())
+        return mh.attention(q, k, k, mask=masks.Causal() if mask is None else mask)
 
 
 def statistics_calls() -> dict[str, Callable[[], object]]:
@@ -111,8 +114,8 @@ def import_models() -> Any:
     return importlib.import_module("transformers.models.llama.modeling_llama")
 
 
-def llama(layers: int) -> Any:
-    """Build a tiny Llama in bfloat16 whose parameters and buffers are on the simulated GPU."""
+def llama(layers: int, on_gpu: Callable[[Tensor], Tensor] = OnGpu.of) -> Any:
+    """Build a tiny Llama in bfloat16 whose parameters and buffers a function moves, by default to the simulated GPU."""
     hf = import_models()
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -121,10 +124,10 @@ def llama(layers: int) -> Any:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(OnGpu.of(parameter.detach()), requires_grad=False)
+                module._parameters[name] = nn.Parameter(on_gpu(parameter.detach()), requires_grad=False)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = OnGpu.of(buffer.detach())
+                module._buffers[name] = on_gpu(buffer.detach())
     return model
 
 

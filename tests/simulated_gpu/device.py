@@ -325,14 +325,14 @@ def _made_by(make: Callable[..., Tensor]) -> Callable[..., Any]:
     return made
 
 
-def _run_flex(
-    q: Any, k: Any, v: Any, *, score_mod: Any, block_mask: Any, scale: str, spreads_nan: bool, **_: Any
-) -> Any:
+def _run_flex(q: Any, k: Any, v: Any, *, score_mod: Any, block_mask: Any, scale: str, nonfinite: str, **_: Any) -> Any:
     """Compute what compiled flex_attention computes, from the block mask and the functions that it gets."""
     gpu = _gpu()
     gpu.counts.launches.update(["flex_attention", "logsumexp of flex_attention"])
-    if spreads_nan:
+    if nonfinite != "as given":
         gpu.counts.launches.update(["rows of q that are not finite", "keys that are not finite"])
+    if nonfinite == "marked":
+        gpu.counts.launches.update(["rows of the output that are not finite"])
     counts, gpu.counts = gpu.counts, Counts()  # what the emulation itself does is not counted
     on_cpu = SimpleNamespace(
         **{name: to_cpu(getattr(block_mask, name)) for name in (
@@ -344,8 +344,14 @@ def _run_flex(
     modified = None if score_mod is None else lambda *given: to_cpu(score_mod(*to_gpu(given)))
     try:
         with torch.no_grad():
-            given = operators.with_nan_in_whole_rows(*to_cpu((q, k, v))) if spreads_nan else to_cpu((q, k, v))
+            given = to_cpu((q, k, v))
+            if nonfinite == "spread":
+                given = operators.with_nan_in_whole_rows(*given)
+            elif nonfinite == "marked":
+                given, modified = operators.with_marked_scores(*given, modified)
             found = operators.flex(*given, score_mod=modified, block_mask=on_cpu, scale=float(scale))
+            if nonfinite == "marked":
+                found = operators.with_nan_in_bad_rows(to_cpu(q), *found)
     finally:
         gpu.counts = counts
     return to_gpu(found)

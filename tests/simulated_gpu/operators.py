@@ -28,6 +28,7 @@ from torch import Tensor
 
 MATH, FLASH, EFFICIENT, CUDNN = range(4)
 CAPABILITY = [9, 0]  # compute capability of the GPU
+MARK = torch.finfo(torch.float32).max / 1.45  # a score that is not finite, in a call with gradients
 LOGSUMEXP_MULTIPLE = 32  # the memory-efficient kernel pads the logsumexp to a multiple of this number of queries
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -210,6 +211,28 @@ def with_nan_in_whole_rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     bad_queries = ~q.isfinite().all(-1)[..., None]
     k, v = k.masked_fill(bad_keys, torch.nan), v.masked_fill(bad_keys, 0.0)
     return _tokens_first(q.masked_fill(bad_queries, torch.nan)), k, v
+
+
+def with_marked_scores(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
+    """Return q, k and v without what is not finite, and the function of scores of a compiled call with gradients."""
+    rows, keys = q.isfinite().all(-1), k.isfinite().all(-1) & v.isfinite().all(-1)
+    heads_per_kv_head = q.shape[1] // k.shape[1]
+
+    def marked(scores: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        scores = scores if score_mod is None else score_mod(scores, b, h, i, j)
+        bad = ~keys[b, h // heads_per_kv_head, j] | ~(scores < torch.inf)
+        return scores.masked_fill(bad & (scores != -torch.inf), MARK)
+
+    k, v = (each.masked_fill(~keys[..., None], 0.0) for each in (k, v))
+    return (_tokens_first(q.masked_fill(~rows[..., None], 0.0)), k, v), marked
+
+
+def with_nan_in_bad_rows(q: Tensor, output: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results of such a call: NaN where a row of q is not finite and sees a key, or saw a mark."""
+    bad = (~q.isfinite().all(-1) & (logsumexp > -torch.inf)) | (logsumexp > MARK / 1.01)
+    return output.masked_fill(bad[..., None], torch.nan), logsumexp.masked_fill(bad, torch.nan)
 
 
 def _cells_of_blocks(counts: Tensor, indices: Tensor, size: tuple[int, int], cells: tuple[Tensor, ...]) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,11 +13,14 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, InputError
 from multihead.functional import request_of
+from multihead.kernels import fused_on_cuda
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.choose import KERNELS
+from multihead.kernels.fused_on_cuda import CUDNN, EFFICIENT, FLASH
 from multihead.kernels.native import library, short_call
 from multihead.kernels.native.library import InstructionSet, openmp_runtimes
 from multihead.kernels.plan.bounds import bounds_of
+from multihead.kernels.proven import GpuPath
 
 # CPU capabilities, by torch's names, that make an attention kernel faster.
 CPU_FEATURES = (
@@ -59,6 +62,7 @@ class Diagnosis:
         openmp_runtime_files: files of the loaded OpenMP runtimes; None where the operating system does not list them.
         kernels: the diagnosis of each kernel, the fastest kernel first.
         short_call_reason: why the native kernel's short operator takes no call, or None.
+        gpu: the GPU, or why there is none, in one sentence without a full stop.
     """
 
     system: str
@@ -76,6 +80,7 @@ class Diagnosis:
     openmp_runtime_files: tuple[Path, ...] | None
     kernels: tuple[KernelDiagnosis, ...]
     short_call_reason: str | None = None
+    gpu: GpuDiagnosis | str = ""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -100,17 +105,23 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class GpuDiagnosis:
-    """The GPU on which the contract is checked.
+    """The GPU of this machine.
 
     Attributes:
         card: its name.
         device: torch's name of it.
         torch_version: version of torch.
+        platform: what torch was built for, and the card's number there, such as "CUDA 13.0, compute capability 9.0".
+        fused: kind of full and causal calls, such as "float32" -> the kernel of PyTorch that computes them.
+        paths: kernel of this library for GPUs -> its code.
     """
 
     card: str
     device: torch.device
     torch_version: str
+    platform: str = ""
+    fused: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, GpuPath] = field(default_factory=dict)
 
 
 def diagnose_gpu() -> GpuDiagnosis:
@@ -127,7 +138,27 @@ def diagnose_gpu() -> GpuDiagnosis:
             else f"torch {torch.__version__} is a build without CUDA, so no kernel can run on a GPU.",
             "Check the driver with nvidia-smi." if built else "Install a build for your GPU, as pytorch.org describes.",
         )
-    return GpuDiagnosis(torch.cuda.get_device_properties(0).name, torch.device("cuda", 0), torch.__version__)
+    device, found = torch.device("cuda", 0), torch.cuda.get_device_properties(0)
+    platform = f"CUDA {torch.version.cuda}, compute capability {found.major}.{found.minor}"
+    if torch.version.hip:
+        platform = f"ROCm {torch.version.hip}, {getattr(found, 'gcnArchName', 'an unknown architecture')}"
+    paths = {name: kernel.GPU_PATH for name, kernel in KERNELS.items() if kernel.GPU_PATH is not None}
+    return GpuDiagnosis(found.name, device, torch.__version__, platform, _fused_kernels(device), paths)
+
+
+def _fused_kernels(device: torch.device) -> dict[str, str]:
+    """Return kind of call -> the kernel that PyTorch chooses for full and causal calls of the kind, by its name."""
+    names = {FLASH: "FlashAttention", EFFICIENT: "the memory-efficient kernel", CUDNN: "cuDNN"}
+    found = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for kv_heads, suffix in ((2, ""), (1, ", grouped heads")):
+            q, k = (torch.zeros(1, heads, 8, 64, dtype=dtype, device=device) for heads in (2, kv_heads))
+            call = fused_on_cuda.choose(q, k, k, causal=True, dropout=0.0, scale=0.125)
+            name = "none, so another kernel of this library computes them" if call is None else names[call.kernel]
+            repeated = call is not None and call.repeats > 1
+            kind = str(dtype).removeprefix("torch.") + suffix
+            found[kind] = f"{name}, with k and v repeated" if repeated else name
+    return found
 
 
 def diagnose() -> Diagnosis:
@@ -160,7 +191,15 @@ def diagnose() -> Diagnosis:
         openmp_runtime_files=openmp_runtimes(),
         kernels=tuple(_diagnose_kernel(name) for name in KERNELS),
         short_call_reason=refusal or short_call.reason_against_all(),
+        gpu=_gpu_or_reason(),
     )
+
+
+def _gpu_or_reason() -> GpuDiagnosis | str:
+    try:
+        return diagnose_gpu()
+    except InputError as error:
+        return error.finding.removesuffix(".")
 
 
 def _cpu_capabilities() -> dict[str, object]:

@@ -33,7 +33,8 @@ def doctor(gpu: bool) -> None:
     """Show which kernels run here, and why the others do not.
 
     Reports the processor, the number of threads that torch uses, the native kernel and its instruction sets, the
-    loaded OpenMP runtimes, and for each kernel the kinds of attention calls that it cannot compute.
+    loaded OpenMP runtimes, for each kernel the kinds of attention calls that it cannot compute, and the GPU: which
+    kernels run on it, and whether their code has run on such hardware.
     """
     # Imported here, so that --help does not load torch.
     from rich.console import Console
@@ -48,6 +49,7 @@ def doctor(gpu: bool) -> None:
     _print_machine(console, found)
     _print_native_kernel(console, found)
     _print_kernels(console, found)
+    _print_gpu(console, found)
     console.print()
     for warning in found.warnings:
         print_sentence(console, f"! {warning}", style="yellow")
@@ -148,6 +150,24 @@ def _print_kernels(console: Console, found: Diagnosis) -> None:
         for reason, refused in kinds.items():
             _print_entry(console, label, f"rejects {', '.join(refused)}: {reason}")
             label = ""
+
+
+def _print_gpu(console: Console, found: Diagnosis) -> None:
+    console.print()
+    print_sentence(console, "GPU", style="bold")
+    if isinstance(found.gpu, str):
+        _print_entry(console, "device", f"none: {found.gpu}")
+        return
+    _print_entry(console, "device", f"{found.gpu.card}, {found.gpu.platform}")
+    by_kernel: dict[str, list[str]] = {}
+    for kind, kernel in found.gpu.fused.items():
+        by_kernel.setdefault(kernel, []).append(kind)
+    label = "full, causal"
+    for kernel, kinds in by_kernel.items():
+        _print_entry(console, label, f"{'; '.join(kinds)}: {kernel}")
+        label = ""
+    for name, path in found.gpu.paths.items():
+        _print_entry(console, name, _history(path))
 
 
 def _print_entry(console: Console, label: str, text: str) -> None:

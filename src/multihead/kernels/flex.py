@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,7 +42,7 @@ from multihead.tensors.tracing import constant_in_graphs, is_captured, is_export
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-HANDLES_NONFINITE = True  # without gradients inside the compiled call, which takes one or two launches more
+HANDLES_NONFINITE = True  # inside the compiled call, which takes two launches more, or three with gradients
 GPU_PATH = GpuPath("flex", ("kernels/flex.py",), in_use_before_rows=True)
 BLOCK_SIZE = 128  # queries and keys per block, the block size of flex_attention's own kernels
 MAX_COMPILED_CALL_KINDS = 1 << 16  # limit on the kinds of calls that are compiled; PyTorch's default limit is 8
@@ -50,6 +50,15 @@ HEAD_DIM_RANGE = (16, 256)  # Triton multiplies no narrower matrices; wider ones
 
 # Scores are clamped to this limit, because the kernel multiplies them by log2(e).
 SCORE_CLAMP_LIMIT = torch.finfo(torch.float32).max / 1.5
+
+# A score that is not finite has the value of a mark, which the kernel can multiply by log2(e) too; larger scores than
+# the limit between both count as infinite.
+LARGEST_UNMARKED_SCORE = torch.finfo(torch.float32).max / 1.475
+MARK = torch.finfo(torch.float32).max / 1.45
+
+Nonfinite: TypeAlias = Literal["as given", "spread", "marked"]
+"""What a call does with NaN and inf, so that those of hidden keys stay out: nothing; makes NaN of whole rows and keys,
+for a call without gradients; or replaces them by 0 and marks the scores, for one with gradients."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -98,17 +107,16 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     with without_autocast(request.shape.device):
         if not hides_padding(request):
             return _attend(request, bounds)
-        # The compiled call takes fewer launches, but it replaces no rows of q and k by 0, as gradients need, and a sink
-        # is added after it.
-        outside = request.qkv_need_gradient or request.sinks is not None or torch.compiler.is_compiling()
+        # Sinks are added after the compiled call, and a row that is NaN would make their gradient NaN.
+        outside = torch.compiler.is_compiling() or (request.sinks is not None and request.needs_gradient)
         if request.shape.device.type == "cuda" and not outside:
-            return _attend(request, bounds, spreads_nan=True)
+            return _attend(request, bounds, nonfinite="marked" if request.qkv_need_gradient else "spread")
         cleaned, bad_rows = replace_nonfinite(request, bounds)
         attended = _attend(cleaned, bounds)
         return attended if bad_rows is None else make_rows_nan(attended, bad_rows)
 
 
-def _attend(request: AttentionRequest, bounds: KeyBounds, *, spreads_nan: bool = False) -> AttentionResult:
+def _attend(request: AttentionRequest, bounds: KeyBounds, *, nonfinite: Nonfinite = "as given") -> AttentionResult:
     # The kernels of flex_attention need tensors whose last stride is 1.
     q, k, v = (
         tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (request.q, request.k, request.v)
@@ -118,7 +126,7 @@ def _attend(request: AttentionRequest, bounds: KeyBounds, *, spreads_nan: bool =
         output, logsumexp = _compute_output_and_logsumexp(contiguous, bounds, _call_flex_attention)
     else:
         try:
-            output, logsumexp = _compute_with_double_backward(contiguous, bounds, spreads_nan=spreads_nan)
+            output, logsumexp = _compute_with_double_backward(contiguous, bounds, nonfinite=nonfinite)
         except _compiler_errors() as failure:
             warn_of_slow_path(
                 f"PyTorch could not compile flex_attention for this call ({type(failure).__name__}): the reference "
@@ -293,22 +301,29 @@ def _call_flex_attention(
     scale: str,
     grouped: bool,
     by_rows: bool,
-    spreads_nan: bool = False,
+    nonfinite: Nonfinite = "as given",
 ) -> tuple[Tensor, Tensor]:
     """Call flex_attention for the output (batch, heads, queries, value_dim) and logsumexp (batch, heads, queries).
 
-    `by_rows` avoids PyTorch's kernel for few queries, which supports at most one block of grouped queries. With
-    `spreads_nan` every row of q that is not finite is NaN, and every key of which k or v is not finite is NaN and has a
-    value of 0: its score is NaN where it is visible, and where it is hidden its weight of 0 meets no NaN.
+    `by_rows` avoids PyTorch's kernel for few queries, which supports at most one block of grouped queries.
+
+    If non-finite numbers are "spread", every row of q that is not finite is NaN, and every key of which k or v is not
+    finite is NaN and has a value of 0: its score is NaN where it is visible, and where it is hidden its weight of 0
+    meets no NaN. Such a call has no gradients, since in them a weight of 0 meets the NaN of the key. If they are
+    "marked", those rows and keys are 0, and each visible score of such a key is MARK. So the weights of a row that sees
+    one are finite, its logsumexp shows it, and the row becomes NaN after the call, with a gradient of 0.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    if spreads_nan:
-        finite = _is_finite(k) & _is_finite(v)
-        k, v = k.where(finite, torch.nan), v.where(finite, 0.0)
+    if nonfinite != "as given":
         # The compiled q has the order of axes in which it is computed, and the output that of q: tokens before heads.
         tokens_first = q.transpose(1, 2)
-        q = tokens_first.where(_is_finite(tokens_first), torch.nan).transpose(1, 2)
+        largest = _largest(tokens_first), _largest(k), _largest(v)
+        rows, of_keys, of_values = ((each < torch.inf)[..., None] for each in largest)
+        keys, in_place = of_keys & of_values, torch.nan if nonfinite == "spread" else 0.0
+        q, k, v = tokens_first.where(rows, in_place).transpose(1, 2), k.where(keys, in_place), v.where(keys, 0.0)
+        if nonfinite == "marked":
+            score_mod = _mark_scores(score_mod, *largest[1:], heads_per_kv_head=q.shape[1] // k.shape[1])
     output, aux = flex_attention(
         q,
         k,
@@ -320,12 +335,41 @@ def _call_flex_attention(
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if by_rows else None,
         return_aux=AuxRequest(lse=True),
     )
-    return output, cast(Tensor, aux.lse)
+    logsumexp = cast(Tensor, aux.lse)
+    if nonfinite == "marked":
+        is_row_bad = ~rows[..., 0].mT & (logsumexp > -torch.inf)
+        is_bad = is_row_bad | ~(logsumexp <= LARGEST_UNMARKED_SCORE)
+        tokens_first = output.transpose(1, 2).masked_fill(is_bad.mT[..., None], torch.nan)
+        return tokens_first.transpose(1, 2), logsumexp.masked_fill(is_bad, torch.nan)
+    return output, logsumexp
 
 
-def _is_finite(tensor: Tensor) -> Tensor:
-    """Return which rows of a tensor (..., dim) hold neither NaN nor inf: (..., 1) bool."""
-    return tensor.abs().amax(-1, keepdim=True) < torch.inf
+def _mark_scores(score_mod: ScoreMod | None, keys: Tensor, values: Tensor, *, heads_per_kv_head: int) -> ScoreMod:
+    """Return a function that sets the scores of keys that are not finite to MARK, and those that `score_mod` makes so.
+
+    The compiler of PyTorch reads the results of a reduction in such a function, but not what is computed from them.
+
+    Args:
+        score_mod: the function that is applied to the scores before, or None.
+        keys: (batch, kv_heads, keys), what `_largest` returns for each row of k.
+        values: (batch, kv_heads, keys), the same for v.
+        heads_per_kv_head: number of query heads per head of k.
+    """
+
+    def marked_score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        of_key = h // heads_per_kv_head
+        finite = (keys[b, of_key, j] < torch.inf) & (values[b, of_key, j] < torch.inf)
+        if score_mod is not None:
+            score = score_mod(score, b, h, i, j)
+            finite = (finite & (score <= LARGEST_UNMARKED_SCORE)) | (score == -torch.inf)  # a bias hides any key
+        return torch.where(finite, score, MARK)
+
+    return marked_score
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """Return the largest absolute value of each row of a tensor (..., dim): (...), less than inf if all are finite."""
+    return tensor.detach().abs().amax(-1)
 
 
 @cache
@@ -358,7 +402,7 @@ def _compute_output_and_logsumexp(
     bounds: KeyBounds,
     flex: Callable[..., tuple[Tensor, Tensor]],
     *,
-    spreads_nan: bool = False,
+    nonfinite: Nonfinite = "as given",
 ) -> tuple[Tensor, Tensor]:
     return flex(
         request.q,
@@ -369,7 +413,7 @@ def _compute_output_and_logsumexp(
         scale=_float_as_text(request.scale),
         grouped=request.shape.heads_per_kv_head > 1,
         by_rows=request.shape.query_length * request.shape.heads_per_kv_head > BLOCK_SIZE // 2,
-        spreads_nan=spreads_nan,
+        nonfinite=nonfinite,
     )
 
 
@@ -407,12 +451,12 @@ def _cached_dense_block_mask(request: AttentionRequest, bounds: KeyBounds, *, ba
 
 
 def _compute_with_double_backward(
-    request: AttentionRequest, bounds: KeyBounds, *, spreads_nan: bool
+    request: AttentionRequest, bounds: KeyBounds, *, nonfinite: Nonfinite
 ) -> tuple[Tensor, Tensor]:
     """Compute flex_attention with second derivatives by the reference kernel."""
     if not request.qkv_need_gradient:
-        return _compute_output_and_logsumexp(request, bounds, _run_compiled_flex_attention, spreads_nan=spreads_nan)
-    inputs = (request.q, request.k, request.v, without_qkv(request), bounds)
+        return _compute_output_and_logsumexp(request, bounds, _run_compiled_flex_attention, nonfinite=nonfinite)
+    inputs = (request.q, request.k, request.v, without_qkv(request), bounds, nonfinite)
     return _CompiledFlex.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -425,11 +469,12 @@ class _CompiledFlex(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, bounds: KeyBounds
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, bounds: KeyBounds, nonfinite: Nonfinite
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v)
         ctx.request, ctx.bounds = replace(request, sinks=None), bounds  # sinks are added after this function
-        ctx.compiled = _compute_in_graph_of_its_own(ctx.request, bounds, (q, k, v))
+        ctx.nonfinite = nonfinite
+        ctx.compiled = _compute_in_graph_of_its_own(ctx.request, bounds, (q, k, v), nonfinite)
         ctx.set_materialize_grads(False)
         output, logsumexp = ctx.compiled[1]
         return output.detach(), logsumexp.detach()
@@ -440,23 +485,25 @@ class _CompiledFlex(torch.autograd.Function):
         if torch.is_grad_enabled():
             request = replace(ctx.request, q=q, k=k, v=v)
             found = differentiable_gradients("flex", request, ctx.bounds, grad_output, grad_logsumexp)[:3]
-            return *found, None, None
-        leaves, results = ctx.compiled or _compute_in_graph_of_its_own(ctx.request, ctx.bounds, (q, k, v))
+            return *found, None, None, None
+        leaves, results = ctx.compiled or _compute_in_graph_of_its_own(
+            ctx.request, ctx.bounds, (q, k, v), ctx.nonfinite
+        )
         ctx.compiled = None
         pairs = [pair for pair in zip(results, (grad_output, grad_logsumexp), strict=True) if pair[1] is not None]
         inputs = [leaf for leaf, needed in zip(leaves, ctx.needs_input_grad, strict=False) if needed]
         grads = iter(torch.autograd.grad([pair[0] for pair in pairs], inputs, [pair[1] for pair in pairs]))
-        return *(next(grads) if needed else None for needed in ctx.needs_input_grad[:3]), None, None
+        return *(next(grads) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None
 
 
 def _compute_in_graph_of_its_own(
-    request: AttentionRequest, bounds: KeyBounds, tensors: tuple[Tensor, Tensor, Tensor]
+    request: AttentionRequest, bounds: KeyBounds, tensors: tuple[Tensor, Tensor, Tensor], nonfinite: Nonfinite
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Compute flex_attention in an autograd graph of its own; return its leaves (q, k, v), output and logsumexp."""
     with torch.enable_grad():
         leaves = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
         inside = replace(request, q=leaves[0], k=leaves[1], v=leaves[2])
-        return leaves, _compute_output_and_logsumexp(inside, bounds, _run_compiled_flex_attention)
+        return leaves, _compute_output_and_logsumexp(inside, bounds, _run_compiled_flex_attention, nonfinite=nonfinite)
 
 
 @constant_in_graphs

@@ -10,8 +10,8 @@ rows into NaN anyway.
 
 On CUDA values are not read, and replacing them would take longer than attention itself at short lengths. So non-finite
 values are replaced on CUDA only where a mask can hide padding: with lengths, documents or tensors. A mask that depends
-on distances alone hides no key from all queries, and a NaN in a key is then a result of the model. Without gradients
-flex_attention's kernel replaces them itself, in its compiled call (`flex.py`).
+on distances alone hides no key from all queries, and a NaN in a key is then a result of the model. The kernel `flex`
+replaces them itself, in its compiled call (`flex.py`).
 """
 
 from __future__ import annotations
