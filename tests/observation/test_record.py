@@ -18,7 +18,7 @@ import multihead as mh
 from multihead import masks
 from multihead.errors import ArgumentError, MissingPackageError, ModelError, ProbeError
 from multihead.functional import attend, request_of
-from multihead.kernels.call import CallOrigin
+from multihead.kernels.call import CachedSequence, CallOrigin, PositionInSequence
 from multihead.observation.record import Record
 from multihead.probes import PROBES
 from multihead.record.analysis.highlights import findings
@@ -33,6 +33,10 @@ Q, K = torch.randn(2, 1, HEADS, LENGTH, 8, generator=torch.Generator().manual_se
 class Asking(nn.Module):
     """Asks for the attention of a part of one text, as a layer with a cache would."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence = CachedSequence()
+
     def forward(
         self,
         queries: slice,
@@ -44,7 +48,8 @@ class Asking(nn.Module):
         q, k = Q[:, :, queries], K[:, :2, :keys]
         start = range(LENGTH)[queries].start
         request = request_of(q, k, k, masks.Causal() if mask is None else mask, bias, None, sinks, query_start=start)
-        return attend(replace(request, origin=CallOrigin(self))).output
+        place = None if keys is None else PositionInSequence(self.sequence)
+        return attend(replace(request, origin=CallOrigin(self, position_in_sequence=place))).output
 
 
 def seen_in(*calls: Callable[[Asking], Tensor], keep: str = "cpu") -> Record:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 from unittest.mock import patch
 
@@ -23,10 +24,26 @@ from tests.families import batch_of, family
 from tests.kernel_names import needs_native
 
 
+class Cache:
+    """Knows how many tokens it has, as a cache of transformers does."""
+
+    length = 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
 class Attention(nn.Module):
     """Passes on the keys and the place it is given."""
 
-    def forward(self, q: Tensor, k: Tensor, query_start: int | Tensor = 0, mask: masks.Mask | None = None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        query_start: int | Tensor = 0,
+        mask: masks.Mask | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
         meant = masks.Causal() if mask is None else mask
         request = request_of(q, k, k, meant, query_start=query_start)
         return attend(replace(request, origin=CallOrigin(self))).output
@@ -41,15 +58,24 @@ class Decoder(nn.Module):
         super().__init__()
         self.own, self.other = Attention(), CrossAttention()
 
-    def forward(self, q: Tensor, k: Tensor, memory: Tensor, query_start: int = 0) -> None:
+    def forward(
+        self, q: Tensor, k: Tensor, memory: Tensor, query_start: int = 0, past_key_values: Cache | None = None
+    ) -> None:
         self.own(q, k, query_start)
         self.other(q, memory, 0, masks.Full())
 
 
-def watch(model: nn.Module, *calls: tuple[Tensor | int | masks.Mask, ...]) -> Record:
+def watch(model: nn.Module, *calls: tuple[Tensor | int | masks.Mask, ...], caches: str = "") -> Record:
+    """Call the model; `caches` names the cache of each call, or no call has one."""
+    held: defaultdict[str, Cache] = defaultdict(Cache)
     with mh.observe(model) as seen:
-        for call in calls:
-            model(*call)
+        for call, name in zip_longest(calls, caches):
+            if name is None:
+                model(*call)
+                continue
+            start = next((each for each in call if isinstance(each, int)), 0)
+            held[name].length = start
+            model(*call, past_key_values=held[name])
     return seen
 
 
@@ -63,21 +89,23 @@ def text(length: int, batch: int = 1) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, 2, length, 4), torch.randn(batch, 2, length, 4)
 
 
-def test_a_token_after_the_same_keys_goes_on() -> None:
+def test_a_token_with_the_same_cache_goes_on() -> None:
     q, k = text(6)
-    record = watch(Attention(), (q[:, :, :5], k[:, :, :5]), (q[:, :, 5:], k, 5))
+    record = watch(Attention(), (q[:, :, :5], k[:, :, :5]), (q[:, :, 5:], k, 5), caches="aa")
     assert sizes(record) == [(0, 6, 6)]
 
 
 def test_several_tokens_at_once_go_on_too() -> None:
     q, k = text(9)
-    record = watch(Attention(), (q[:, :, :4], k[:, :, :4]), (q[:, :, 4:7], k[:, :, :7], 4), (q[:, :, 7:], k, 7))
+    record = watch(
+        Attention(), (q[:, :, :4], k[:, :, :4]), (q[:, :, 4:7], k[:, :, :7], 4), (q[:, :, 7:], k, 7), caches="aaa"
+    )
     assert sizes(record) == [(0, 9, 9)]
 
 
 def test_a_batch_goes_on_sample_by_sample() -> None:
     q, k = text(4, batch=3)
-    record = watch(Attention(), (q[:, :, :3], k[:, :, :3]), (q[:, :, 3:], k, 3))
+    record = watch(Attention(), (q[:, :, :3], k[:, :, :3]), (q[:, :, 3:], k, 3), caches="aa")
     assert sizes(record) == [(0, 4, 4)] * 3
 
 
@@ -85,7 +113,7 @@ def test_a_cache_of_fixed_length_goes_on() -> None:
     q, k = text(8)
     later = k.clone()
     later[:, :, 3:] = 0
-    record = watch(Attention(), (q[:, :, :3], later), (q[:, :, 3:4], k, 3))
+    record = watch(Attention(), (q[:, :, :3], later), (q[:, :, 3:4], k, 3), caches="aa")
     assert sizes(record) == [(0, 4, 4)]
     assert torch.equal(record["Attention"].sample().weights()[:, 3], direct(q, k)[:, 3, :4])
 
@@ -96,7 +124,7 @@ def direct(q: Tensor, k: Tensor) -> Tensor:
 
 def test_the_same_text_read_again_is_another_sample() -> None:
     q, k = text(5)
-    assert sizes(watch(Attention(), (q, k), (q, k))) == [(0, 5, 5), (0, 5, 5)]
+    assert sizes(watch(Attention(), (q, k), (q, k), caches="aa")) == [(0, 5, 5), (0, 5, 5)]
 
 
 def test_a_text_of_one_token_more_read_without_a_cache_is_another_sample() -> None:
@@ -104,15 +132,30 @@ def test_a_text_of_one_token_more_read_without_a_cache_is_another_sample() -> No
     assert sizes(watch(Attention(), (q[:, :, :5], k[:, :, :5]), (q, k))) == [(0, 5, 5), (0, 6, 6)]
 
 
-def test_a_token_after_other_keys_is_another_sample() -> None:
-    (q, k), (_, other) = text(6), text(6)
-    record = watch(Attention(), (q[:, :, :5], k[:, :, :5]), (q[:, :, 5:], other, 5))
+def test_a_token_after_keys_that_were_read_before_is_another_sample_at_its_position() -> None:
+    q, k = text(6)
+    record = watch(Attention(), (q[:, :, :5], k[:, :, :5]), (q[:, :, 5:], k, 5), caches="ab")
     assert sizes(record) == [(0, 5, 5), (5, 1, 6)]
+
+
+def test_two_caches_that_are_continued_in_turn_are_two_samples() -> None:
+    (q, k), (other_q, other_k) = text(6), text(6)
+    begun = (q[:, :, :5], k[:, :, :5]), (other_q[:, :, :4], other_k[:, :, :4])
+    record = watch(Attention(), *begun, (q[:, :, 5:], k, 5), (other_q[:, :, 4:], other_k, 4), caches="abab")
+    assert sizes(record) == [(0, 6, 6), (0, 6, 6)]
+    torch.testing.assert_close(record["Attention"].sample(1).weights(), direct(other_q, other_k))
+
+
+def test_a_cache_that_was_cropped_begins_a_sample_at_its_position() -> None:
+    q, k = text(6)
+    record = watch(Attention(), (q[:, :, :5], k[:, :, :5]), (q[:, :, 3:], k, 3), caches="aa")
+    assert sizes(record) == [(0, 5, 5), (3, 3, 6)]
+    torch.testing.assert_close(record["Attention"].sample(1).weights(), direct(q, k)[:, 3:])
 
 
 def test_a_token_of_another_batch_is_another_sample() -> None:
     (q, k), (more_q, more_k) = text(5), text(6, batch=2)
-    record = watch(Attention(), (q, k), (more_q[:, :, 5:], more_k, 5))
+    record = watch(Attention(), (q, k), (more_q[:, :, 5:], more_k, 5), caches="aa")
     assert sizes(record) == [(0, 5, 5), (5, 1, 6), (5, 1, 6)]
 
 
@@ -124,21 +167,21 @@ def test_places_of_each_sample_are_each_samples_own() -> None:
 
 def test_cross_attention_goes_on_where_its_decoder_does() -> None:
     (q, k), (_, memory) = text(6), text(7)
-    record = watch(Decoder(), (q[:, :, :4], k[:, :, :4], memory), (q[:, :, 4:], k, memory, 4))
+    record = watch(Decoder(), (q[:, :, :4], k[:, :, :4], memory), (q[:, :, 4:], k, memory, 4), caches="aa")
     assert sizes(record, "own") == [(0, 6, 6)]
     assert sizes(record, "other") == [(0, 6, 7)]
 
 
 def test_cross_attention_of_a_text_read_again_is_another_sample() -> None:
     (q, k), (_, memory) = text(4), text(7)
-    record = watch(Decoder(), (q, k, memory), (q, k, memory))
+    record = watch(Decoder(), (q, k, memory), (q, k, memory), caches="aa")
     assert sizes(record, "other") == [(0, 4, 7), (0, 4, 7)]
 
 
 def test_a_window_that_left_the_first_key_behind_puts_no_mass_on_it() -> None:
     q, k = text(6)
     window = masks.Causal() & masks.Window(2)
-    record = watch(Attention(), (q[:, :, :5], k[:, :, :5], 0, window), (q[:, :, 5:], k, 5, window))
+    record = watch(Attention(), (q[:, :, :5], k[:, :, :5], 0, window), (q[:, :, 5:], k, 5, window), caches="aa")
     assert torch.equal(record["Attention"].sample().statistics["first_mass"][:, 2:], torch.zeros(2, 4))
 
 
@@ -192,7 +235,7 @@ def test_the_newest_tokens_of_a_text_with_all_its_keys_do_not_read_another_text(
     with mh.observe(layer) as seen:
         layer(x[:, :5], mask=masks.Causal())
         layer(x[:, 5:], memory=x, mask=masks.Causal(), query_start=5)
-    assert sizes(seen, "MultiHeadAttention") == [(0, 6, 6)]
+    assert sizes(seen, "MultiHeadAttention") == [(0, 5, 5), (5, 1, 6)]
     assert not seen.layers[0].sample().cross_attention
 
 

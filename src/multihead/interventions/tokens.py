@@ -19,7 +19,7 @@ class QueryTokens(NamedTuple):
     """The tokens that are the queries of a call.
 
     Attributes:
-        text_index: (batch, queries) int64, index of the query's text, or image.
+        text_index: (batch, queries) int64, index of the query's text, or image; of its prompt in `generate`.
         position: (batch, queries) int64, index of the query among the tokens of its text, padding not counted; -1 for
             padding. The windows of an image follow each other.
     """
@@ -87,7 +87,7 @@ class TokenFinder:
         windows = 1 if request.position_in_sequence is not None else self.inputs.rows_per_sample(call.name, batch)
         if windows > 1:
             position = position + text % windows * request.shape.query_length
-        return QueryTokens(text // windows, position)
+        return QueryTokens(text // windows // self.inputs.rows_per_prompt(call.name, batch), position)
 
     def _call_with_same_queries(self, call: _ModuleCall) -> _ModuleCall | None:
         """Return the self-attention before a call whose keys are other tokens, if its queries are the same tokens."""

@@ -37,18 +37,22 @@ AttentionArguments: TypeAlias = (
 """The arguments mask, bias, softcap, sinks, scale, dropout and query_start of `functional.attention`, unchecked."""
 
 
+class CachedSequence:
+    """The identity of the sequences in a cache, the same in all calls that continue them."""
+
+
 class PositionInSequence(NamedTuple):
     """Position of a call in a sequence that spans several calls (decoding with a cache).
 
     Attributes:
-        sequence: an object that identifies the sequence, the same in all its calls.
+        sequence: the identity of the sequence.
         key_start: number of keys of the sequence before the first key of this call, an int or (batch,).
         lengths: (batch,), number of queries per sample that are not padding; None = all.
         first_query: in cross-attention, index of this call's first query among all queries of the sequence, an int or
             (batch,); else None.
     """
 
-    sequence: object
+    sequence: CachedSequence
     key_start: int | Tensor = 0
     lengths: Tensor | None = None
     first_query: int | Tensor | None = None

@@ -330,6 +330,7 @@ def transformers_mask(
     elif padding is not None:
         mask = mask & padding_mask(padding)
     lazy = LazyMask(mask, extent, padding)
+    lazy.is_token = None if attention_mask is None else attention_mask.to(torch.bool)
     if isinstance(q_offset, Tensor) and q_length <= _MOST_DECODED_TOKENS:
         lazy.decoded = lazy.as_bool_tensor()
     return _mask_in_model_format(lazy, options)

@@ -168,6 +168,7 @@ class LazyMask(BooleanMask):
         mask: which keys each query may see.
         extent: numbers of queries and keys, and their positions in the sequence.
         padding: (batch, keys) bool, True = no padding; None if there is no padding mask.
+        is_token: (batch, tokens) bool, like `padding`, for all tokens so far, not only those of the keys.
         packing: index of each token in the padded batch, if the batch is one row of packed samples; else None.
         decoded: the mask as a plain tensor, which a compiled forward reads, so that one graph serves all steps of
             decoding: the mask and its positions are constants of a graph. None where few graphs would read it.
@@ -176,6 +177,7 @@ class LazyMask(BooleanMask):
     mask: Mask
     extent: MaskExtent
     padding: Tensor | None
+    is_token: Tensor | None
     packing: Packing | None
     decoded: Tensor | None
 
@@ -186,6 +188,7 @@ class LazyMask(BooleanMask):
         size = (extent.batch, 1, extent.queries, extent.keys)
         made: LazyMask = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=extent.device)  # noqa: SLF001 - torch's documented way
         made.mask, made.extent, made.padding, made.packing, made.decoded = mask, extent, padding, packing, None
+        made.is_token = None
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -215,6 +218,7 @@ class LazyMask(BooleanMask):
         padding = None if self.padding is None else self.padding[:, :keys]
         made = LazyMask(mask, replace(self.extent, keys=keys), padding, self.packing if whole else None)
         made.decoded = None if self.decoded is None else self.decoded[..., :keys]
+        made.is_token = self.is_token
         return made
 
     @classmethod

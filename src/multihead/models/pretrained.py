@@ -6,18 +6,20 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from multihead.kernels.call import AttentionRequest, CallOrigin
+from multihead.kernels.call import AttentionRequest, CachedSequence, CallOrigin
 from multihead.kernels.dense_tile import positions_of_queries, visible_cells
+from multihead.models.generation import GeneratedPass, GeneratedText, Generation, follow_generation
 from multihead.models.lazy_mask import LazyMask
 from multihead.tensors.undo import Undo
 
@@ -85,12 +87,18 @@ class TokenInputs:
             Hugging Face.
         has_whole_mask: whether the attention mask has a value per query and key, so that it may hide padding or
             separate texts in ways that only its values show.
+        num_tokens: number of tokens per row that the model reads, those of the decoder if it has one; 0 if unknown.
+        num_cached: number of tokens per row in the cache that it received.
+        sequence: the sequences that the pass begins or continues.
     """
 
     ids: Tensor | None = None
     is_token: Tensor | None = None
     batch_sizes: tuple[int, ...] = ()
     has_whole_mask: bool = False
+    num_tokens: int = 0
+    num_cached: int = 0
+    sequence: CachedSequence = field(default_factory=CachedSequence)
 
 
 @dataclass(eq=False)
@@ -107,12 +115,13 @@ class _TrackedModel:
     prefix: str
     module: Any
     signature: inspect.Signature
-    newest_inputs: TokenInputs = TokenInputs()
+    newest_inputs: TokenInputs = field(default_factory=TokenInputs)
+    token_names = ("input_ids", "inputs_embeds")
 
     @property
     def takes_tokens(self) -> bool:
         """Whether the model takes token ids or embeddings of tokens."""
-        return not self.signature.parameters.keys().isdisjoint(("input_ids", "inputs_embeds"))
+        return not self.signature.parameters.keys().isdisjoint(self.token_names)
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -126,10 +135,20 @@ class InputTracker:
 
     Attributes:
         num_passes: number of forward passes that have started.
+        generation: the call of `generate` that runs; None if none does.
+        generated_pass: the pass of `generate` that runs; None if none does.
+        is_aside: whether a pass runs that is no part of the texts that `generate` returns.
+        on_texts: takes the texts that `generate` has returned; None if nobody needs them.
     """
 
     num_passes: int = 0
+    generation: Generation | None = None
+    generated_pass: GeneratedPass | None = None
+    is_aside: bool = False
+    on_texts: Callable[[list[GeneratedText]], None] | None = None
     _nesting_depth: int = 0
+    _depth_of_generation: int = 0  # number of passes around `generate`; 0 without it
+    _sequences: WeakKeyDictionary[Any, CachedSequence] = field(default_factory=WeakKeyDictionary)  # by cache
     _models: list[_TrackedModel] = field(default_factory=list)  # outer models come before inner ones
 
     @property
@@ -164,6 +183,23 @@ class InputTracker:
             elif model.prefix:
                 return TokenInputs()  # an image or audio encoder: its queries are not text tokens
         return TokenInputs() if found is None else found
+
+    def sequence_of_queries(self, name: str) -> tuple[CachedSequence, int]:
+        """Return the sequences that the model around a layer reads, and how many tokens of each are in its cache."""
+        around = [model for model in reversed(self._models) if f"{name}.".startswith(model.prefix)]
+        found = next((model.newest_inputs for model in around if model.newest_inputs.num_cached), None)
+        found = around[0].newest_inputs if found is None else found
+        return found.sequence, found.num_cached
+
+    def reads_tokens(self, name: str) -> bool:
+        """Whether the queries of a layer are tokens that its model receives, and not parts of an image or audio."""
+        around = (model for model in reversed(self._models) if f"{name}.".startswith(model.prefix))
+        innermost = next((model for model in around if model.prefix or model.takes_tokens), None)
+        return innermost is not None and innermost.takes_tokens
+
+    def rows_per_prompt(self, name: str, rows: int) -> int:
+        """Return how many consecutive rows of a layer's batch continue one prompt of `generate`."""
+        return 1 if self.generation is None or not self.reads_tokens(name) else self.generation.rows_per_prompt(rows)
 
     def rows_per_sample(self, name: str, rows: int) -> int:
         """Return how many batch rows of a layer belong to each sample of the innermost model that contains the layer.
@@ -235,14 +271,96 @@ class InputTracker:
         """Forward pre-hook that stores a model's token inputs; torch may call it without `kwargs` as it is added."""
         if not self.is_recording:
             return  # the model runs in another thread, whose attention calls are not recorded either
-        self.num_passes += self._nesting_depth == 0
+        is_outermost = self._nesting_depth == self._depth_of_generation
+        self.num_passes += is_outermost
         self._nesting_depth += 1
-        model.newest_inputs = _read_token_inputs(model, args, kwargs or {})
+        model.newest_inputs = self._read_token_inputs(model, args, kwargs or {})
+        if is_outermost and self.generation is not None and self.generation.holds_rows:
+            self._begin_generated_pass(self.generation, model)
 
-    def end_pass(self, *_: object) -> None:
-        """Forward hook that marks the end of a model's forward pass."""
-        if self.is_recording:
-            self._nesting_depth = max(self._nesting_depth - 1, 0)
+    def _read_token_inputs(self, model: _TrackedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenInputs:
+        try:
+            bound = model.signature.bind_partial(*args, **kwargs).arguments
+        except TypeError:
+            return TokenInputs()  # wrong arguments: the model itself will raise an error
+        ids, mask = bound.get("input_ids"), first_layer_type_mask(bound.get("attention_mask"))
+        whole = isinstance(mask, Tensor) and mask.dim() > 2 and mask.shape[-2] > 1 and not isinstance(mask, LazyMask)
+        if isinstance(mask, LazyMask):
+            mask = mask.padding if mask.is_token is None else mask.is_token
+        tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        # The first axis of inputs is the batch in Hugging Face models, which have `main_input_name`; in others it may
+        # not be.
+        main = getattr(model.module, "main_input_name", None)
+        given = {key: each for key, each in bound.items() if isinstance(each, Tensor) and each.dim() > 1}
+        batches = tuple(each.size(0) for each in given.values())  # a nested tensor has no len
+        if batches:
+            batches = () if main is None else (given[main].size(0) if main in given else batches[0], *batches)
+        decoded = ("decoder_input_ids", "decoder_inputs_embeds") if model.is_encoder_decoder else model.token_names
+        num_tokens = next((given[name].size(1) for name in decoded if name in given), 0)
+        cache = _find_cache([*bound.values(), *bound.get("kwargs", {}).values()])
+        num_cached = 0 if cache is None else int(cache.get_seq_length())
+        sequence = CachedSequence()
+        if cache is not None:
+            # An empty cache begins new sequences, even if it held others before.
+            sequence = self._sequences.get(cache, sequence) if num_cached else sequence
+            self._sequences[cache] = sequence
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            ids = None
+        read = None if ids is None else ids.detach().to("cpu", torch.int64, copy=True)
+        return TokenInputs(read, tokens, batches, whole, num_tokens, num_cached, sequence)
+
+    def end_pass(self, model: _TrackedModel, _: nn.Module, __: object, output: object = None) -> None:
+        """Forward hook that marks the end of a model's forward pass, and finds the cache that the pass has made."""
+        if not self.is_recording:
+            return
+        self._nesting_depth = max(self._nesting_depth - 1, 0)
+        cache = _find_cache(
+            output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+        )
+        if cache is not None and cache not in self._sequences:
+            self._sequences[cache] = model.newest_inputs.sequence
+        if self._nesting_depth <= self._depth_of_generation:
+            self.generated_pass, self.is_aside = None, False
+
+    def _begin_generated_pass(self, generation: Generation, model: _TrackedModel) -> None:
+        """Find out what a pass inside of `generate` is."""
+        inputs, module = model.newest_inputs, model.module
+        # Where only a part of the model that generates is tracked, its passes are those of the whole.
+        tracked = any(each.module is generation.model for each in self._models)
+        own = module is generation.model or (not tracked and model.takes_tokens)
+        if generation.nested or own:
+            self.generated_pass = generation.begin_pass(inputs.num_tokens, inputs.num_cached, inputs.is_token)
+            self.is_aside = self.generated_pass is None
+
+    def follows(self, model: nn.Module) -> bool:
+        """Whether a model is tracked, or a tracked one is a part of it."""
+        own = {id(each.module) for each in self._models}
+        return id(model) in own or any(id(each) in own for each in model.modules())
+
+    def begin_generation(self, generation: Generation) -> bool:
+        """Take the start of `generate`; False if it runs inside another one."""
+        if self.generation is not None:
+            self.generation.nested += 1
+            return False
+        generation.holds_rows = self.on_texts is not None
+        self.generation, self._depth_of_generation = generation, self._nesting_depth
+        return True
+
+    def leave_generation(self, generation: Generation) -> None:
+        """Take the end of `generate`, see `GenerationFollower`."""
+        if self.generation is generation:
+            self.generation, self.generated_pass, self.is_aside, self._depth_of_generation = None, None, False, 0
+        elif self.generation is not None and self.generation.nested:
+            self.generation.nested -= 1
+
+    def forget_cache(self, cache: object) -> None:
+        """Take that the rows of a cache no longer continue the same texts."""
+        self._sequences.pop(cache, None)
+
+    def take_texts(self, generation: Generation, returned: object) -> None:
+        """Take what `generate` returned."""
+        if self.on_texts is not None:
+            self.on_texts(generation.texts(returned))
 
 
 _active_trackers: ContextVar[frozenset[InputTracker]] = ContextVar("receiving", default=frozenset())
@@ -259,8 +377,9 @@ def track_inputs(model: nn.Module) -> Iterator[InputTracker]:
             each = _TrackedModel(name and f"{name}.", module, _forward_signature(module))
             inputs._models.append(each)  # noqa: SLF001 - made here
             undo.hook_before_forward(module, partial(inputs.begin_pass, each), with_kwargs=True, prepend=True)
-            undo.hook_after_forward(module, inputs.end_pass, always_call=True)
-        yield inputs
+            undo.hook_after_forward(module, partial(inputs.end_pass, each), always_call=True)
+        with follow_generation(inputs) if pretrained_models(model) else nullcontext():
+            yield inputs
 
 
 def _forward_signature(module: nn.Module) -> inspect.Signature:
@@ -283,23 +402,6 @@ def first_layer_type_mask(mask: Any) -> Any:
     return next(iter(mask.values()), None) if isinstance(mask, dict) else mask
 
 
-def _read_token_inputs(model: _TrackedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenInputs:
-    try:
-        bound = model.signature.bind_partial(*args, **kwargs).arguments
-    except TypeError:
-        return TokenInputs()  # wrong arguments: the model itself will raise an error
-    ids, mask = bound.get("input_ids"), first_layer_type_mask(bound.get("attention_mask"))
-    whole = isinstance(mask, Tensor) and mask.dim() > 2 and mask.shape[-2] > 1 and not isinstance(mask, LazyMask)
-    if isinstance(mask, LazyMask):
-        mask = mask.padding
-    tokens = mask.detach() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    # The first axis of inputs is the batch in Hugging Face models, which have `main_input_name`; in others it may not
-    # be.
-    main = getattr(model.module, "main_input_name", None)
-    given = {key: each for key, each in bound.items() if isinstance(each, Tensor) and each.dim() > 1}
-    batches = tuple(each.size(0) for each in given.values())  # a nested tensor has no len
-    if batches:
-        batches = () if main is None else (given[main].size(0) if main in given else batches[0], *batches)
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        return TokenInputs(None, tokens, batches, whole)
-    return TokenInputs(ids.detach().to("cpu", torch.int64, copy=True), tokens, batches, whole)
+def _find_cache(values: Iterable[object]) -> Any:
+    """Return the first of some values that is a cache of transformers; None if none is."""
+    return next((each for each in values if hasattr(each, "get_seq_length")), None)

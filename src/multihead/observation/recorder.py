@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from multihead.errors import ModelError, ProbeError
 from multihead.kernels import sequence_split
-from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult
+from multihead.kernels.call import AttentionCall, AttentionRequest, AttentionResult, CachedSequence
 from multihead.kernels.dense_tile import first_key_of_samples
 from multihead.kernels.parts import RECEIVED, SINK_MASS, PartInput, PartName, number_in_text, part_named
 from multihead.kernels.plan.bounds import bounds_of
@@ -33,7 +34,9 @@ from multihead.layer.sharding import RankHeads, rank_heads
 from multihead.masks.positions import SampleSpan
 from multihead.models import pretrained
 from multihead.models.coverage import whole_model_advice
+from multihead.models.generation import UNKNOWN_ID, GeneratedPass, GeneratedText
 from multihead.models.pretrained import KNOWN_TEXTS, WHOLE_MASK, InputTracker
+from multihead.observation.held import HeldPart, RecordedCall, add_to_summary, sample_of_parts, split_span
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import LayerNamer
 from multihead.observation.measuring import StatisticsMeasurer
@@ -65,7 +68,7 @@ from multihead.record.chance import content_key, visibility_key
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import OpenTexts, RunningSummary
 from multihead.record.sample import OwnStatistics, SampleRecord
-from multihead.record.segments import ChunkedRows, Segment, append_new_keys, copy_contiguous
+from multihead.record.segments import ChunkedRows, Segment, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
 from multihead.record.text_rows import MeasuredRows, TextRows, occurred_before
 from multihead.record.texts import Text
@@ -86,9 +89,7 @@ class _LayerCall:
         layer: the record of the layer.
         offset: position of the first key in the sequence, an int or (batch,).
         query_stop: position after the last query, in the sequence.
-        key_length: number of keys.
-        edge_keys: (2, batch, kv_heads, head_dim), the first key, and the key of the last query (in cross-attention
-            the last key) of the call; None if a cache of this library links the calls, and for several texts in a row.
+        batch: number of rows.
         cross_attention: whether the keys come from another sequence than the queries.
         is_first: whether the call is the first one of its samples.
         is_further_window: whether the call computes a further window of the samples of the call before it.
@@ -108,8 +109,7 @@ class _LayerCall:
     layer: LayerRecord
     offset: int | Tensor
     query_stop: int
-    key_length: int
-    edge_keys: Tensor | None
+    batch: int
     cross_attention: bool = False
     is_first: bool = True
     is_further_window: bool = False
@@ -126,16 +126,18 @@ class _LayerCall:
         call: AttentionCall, layer: LayerRecord, offset: int | Tensor, *, cross_attention: bool
     ) -> _LayerCall:
         """Create an object for a call whose first key has the position `offset` in the sequence."""
-        request, shape = call.request, call.request.shape
-        stop, edge = 0, None
+        request, shape, stop = call.request, call.request.shape, 0
         if request.position_in_sequence is None:
             start = 0 if isinstance(request.query_start, Tensor) else request.query_start
             stop = int(offset) + start + shape.query_length
-            if shape.key_length and request.mask.row_texts is None:  # without a cache of ours, no call continues texts
-                last = -1 if cross_attention else min(stop - int(offset), shape.key_length) - 1
-                edge = torch.stack([request.k[:, :, 0], request.k[:, :, last]]).detach()
         own_offset = offset.clone() if isinstance(offset, Tensor) else offset  # a cache may overwrite its tensor
-        return _LayerCall(layer, own_offset, stop, shape.key_length, edge, cross_attention)
+        return _LayerCall(layer, own_offset, stop, shape.batch, cross_attention)
+
+    def continue_call(self, previous: _LayerCall, *, is_window: bool) -> None:
+        """Go on with the samples of the layer's previous call; with `is_window`, with a further window of them."""
+        self.is_first, self.is_further_window = False, is_window
+        self.samples, self.key_starts, self.waiting = previous.samples, previous.key_starts, previous.waiting
+        self.num_keys = previous.num_keys if is_window else self.num_keys
 
 
 @dataclass(eq=False)
@@ -157,14 +159,14 @@ class Recorder:
     _measurers: dict[tuple[bool, bool], StatisticsMeasurer] = field(init=False)
     _latest_counted_offset: int = field(init=False)  # the largest offset of a key because of which a query counts
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
-    _previous_calls: dict[tuple[str, object], _LayerCall] = field(default_factory=dict)  # by layer and text
+    # the sequences in a cache, or of a pass -> name of a layer -> its newest call on them
+    _previous_calls: WeakKeyDictionary[CachedSequence, dict[str, _LayerCall]] = field(default_factory=WeakKeyDictionary)
     _namer: LayerNamer = field(init=False)
     _newest_sample_spans: SampleSpans | None = None  # the samples of the previous call in this pass
     _chance_levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
     _image_of_layer: Callable[[str], Text | None] = field(init=False)  # by name: the tokens of the image that it reads
     _gathered_ids: tuple[Tensor, Tensor] | None = None  # the ids of this rank and of all ranks of a split sequence
     _warned_of_unknown_texts: bool = False
-    _pass_continues_cache: bool = False  # whether self-attention in this forward pass continued a cached sequence
 
     def __post_init__(self) -> None:
         """Set `requested_statistics`, which a kernel may measure while it computes: those that need only q and k."""
@@ -172,6 +174,7 @@ class Recorder:
             probe for probe in self.measurer.probes if not probe.needs and probe.axes == "queries"
         )
         self._namer = LayerNamer(self.measurer.names, self.inputs)
+        self.inputs.on_texts = self.add_generated_texts
         self._image_of_layer = cache(partial(text_of_patches, self.measurer.root))
         self._latest_counted_offset = max((probe.counted_offset or 0 for probe in self.measurer.probes), default=0)
         self._own_statistics = OwnStatistics(self.measurer.own)
@@ -199,49 +202,50 @@ class Recorder:
     def receive(self, call: AttentionCall) -> None:
         """Add an attention call to the record if a layer of the model made it; called by the kernels."""
         request, caller = call.request, call.request.origin
-        if caller is None or id(caller.layer) not in self.measurer.names:
+        if caller is None or id(caller.layer) not in self.measurer.names or self.inputs.is_aside:
             return
-        continued = caller.position_in_sequence
         if self._namer.begins_pass():
-            self._pass_continues_cache, self._newest_sample_spans = False, None
+            self._newest_sample_spans = None
             self._chance_levels.clear()
         name = self._namer.name_call(request, caller.layer)
-        window = self._namer.is_further_window
-        keys = caller.key_places
-        offset: int | Tensor = 0 if keys is None else keys.offset  # position of the first key
-        cross_attention = pretrained.is_cross_attention_call(caller, self.measurer.module_name(request))
-        if continued is not None:
-            offset, cross_attention = continued.key_start, continued.first_query is not None
-        text = name, None if continued is None else continued.sequence
-        sequence = sequence_split.active_split
-        before = previous = self._previous_calls.get(text)
-        if previous is not None and not (
-            window or self._continues_call(call, previous, offset, cross_attention=cross_attention)
-        ):
-            previous = None
-        self._pass_continues_cache |= previous is not None and not cross_attention and not window
         layer = self._record_of_layer(name, request)
         is_selected = self.layer_filter is None or self.layer_filter.matches(name, layer.number)
-        if sequence is not None:
+        if sequence_split.active_split is not None:
             if is_selected:
-                self._add_queries_of_rank(call, sequence, layer)
+                self._add_queries_of_rank(call, sequence_split.active_split, layer)
             return
+        module, continued, keys = self.measurer.module_name(request), caller.position_in_sequence, caller.key_places
+        cross_attention = pretrained.is_cross_attention_call(caller, module)
+        offset: int | Tensor = 0 if keys is None else keys.offset  # position of the first key
+        sequence, num_cached = self.inputs.sequence_of_queries(module)
+        if continued is not None:
+            offset, cross_attention = continued.key_start, continued.first_query is not None
+            sequence, num_cached = continued.sequence, 1
+        read = self._generated_pass(request, module)
+        previous_calls = self._previous_calls.setdefault(sequence, {})
+        before = previous = None if read is not None else previous_calls.get(name)
+        if previous is not None and not (
+            self._namer.is_further_window
+            or (num_cached and _continues_call(request, previous, offset, cross_attention=cross_attention))
+        ):
+            previous = None
         if cross_attention and not request.mask.uses_positions:
-            # In cross-attention queries are numbered from the start of their own sequence.
-            start: int | Tensor = 0 if previous is None else previous.query_stop
-            if continued is not None and continued.first_query is not None:
-                start = continued.first_query
-            if isinstance(start, Tensor) or start != request.query_start:
-                call = AttentionCall(replace(request, query_start=start), drop_position_parts(call.result))
+            call = _number_queries_of_cross_attention(call, previous, read)
         state = _LayerCall.from_call(call, layer, offset, cross_attention=cross_attention)
         state.texts = None if before is None else before.texts
         if previous is not None:
-            state.is_first, state.is_further_window = False, window
-            state.samples, state.key_starts, state.waiting = previous.samples, previous.key_starts, previous.waiting
-            state.num_keys = previous.num_keys if window else state.num_keys
+            state.continue_call(previous, is_window=self._namer.is_further_window)
         if is_selected:
-            self._add_call(call, state)
-        self._previous_calls[text] = state
+            self._add_call(call, state, read)
+        if read is None:
+            previous_calls[name] = state
+
+    def _generated_pass(self, request: AttentionRequest, module: str) -> GeneratedPass | None:
+        """Return the pass of `generate` whose tokens are the queries of a call; None if they are no such tokens."""
+        read, shape = self.inputs.generated_pass, request.shape
+        if read is None or not read.reads(shape.batch, shape.query_length) or not self.inputs.reads_tokens(module):
+            return None
+        return read
 
     def _warn_of_unknown_texts(self, name: str) -> None:
         """Warn once that statistics are left out, because the texts of the calls are unknown."""
@@ -262,29 +266,8 @@ class Recorder:
             self._layers[name] = LayerRecord(name, running_summary=summary, number=number, split=split)
         return self._layers[name]
 
-    def _continues_call(
-        self, call: AttentionCall, previous: _LayerCall, offset: int | Tensor, *, cross_attention: bool
-    ) -> bool:
-        """Whether a call continues the previous call of its layer, because it has the same keys and more."""
-        request = call.request
-        if request.position_in_sequence is not None:
-            return True
-        if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor):
-            return False
-        if request.mask.row_texts is not None or previous.edge_keys is None or not request.shape.key_length:
-            return False
-        first, keys = request.k[:, :, 0], request.shape.key_length
-        if first.shape != previous.edge_keys.shape[1:]:
-            return False
-        if cross_attention:
-            same = keys == previous.key_length and (self._pass_continues_cache or request.shape.query_length == 1)
-            return same and torch.equal(torch.stack([first, request.k[:, :, -1]]), previous.edge_keys)
-        last = request.query_start - 1  # the key of the previous call's last query
-        adjoins = offset + request.query_start == previous.query_stop and 0 <= last < keys
-        return adjoins and torch.equal(request.k[:, :, last], previous.edge_keys[1])
-
-    def _add_call(self, call: AttentionCall, state: _LayerCall) -> None:
-        """Measure a call, all samples at once if possible, and add it to the record."""
+    def _add_call(self, call: AttentionCall, state: _LayerCall, read: GeneratedPass | None) -> None:
+        """Measure a call, all samples at once if possible, and add it to the record, or hold it, see `_hold_call`."""
         request, summary = call.request, state.layer.running_summary
         state.texts_known = state.cross_attention or self.inputs.are_texts_known(
             self.measurer.module_name(request), request
@@ -293,6 +276,9 @@ class Recorder:
             self._warn_of_unknown_texts(self.measurer.module_name(request))
         sample_spans = self._find_samples(request, cross_attention=state.cross_attention)
         ids = self._ids_of_call(request, sample_spans, cross_attention=state.cross_attention)
+        if read is not None:
+            self._hold_call(call, state, sample_spans, ids, read)
+            return
         without_windows = sample_spans.texts is not None or request.position_in_sequence is not None
         if not (without_windows or state.cross_attention):
             name = self.measurer.module_name(request)
@@ -496,7 +482,8 @@ class Recorder:
                 result.logsumexp[one, :, rows].detach(),
                 {name: value[one, :, rows] for name, value in result.statistics.items()},
             )
-            context = self._context_of_probes(sample, part.shape, 0, request.known_origin.layer, first=True)
+            read, caller = sample.growing_key_text.ids, request.known_origin.layer
+            context = self._context_of_probes(read, part.shape, 0, caller, first=True)
             context = replace(context, first_key=first_key)
             possible = possible_probes(self.measurer.probes, part, context)
             found.append(complete_statistics(part, own.logsumexp, possible, context, parts=own.statistics, result=own))
@@ -557,6 +544,8 @@ class Recorder:
             keys = self.inputs.encoder_inputs(name).ids if cross_attention else None
         if queries is not None:
             queries = sample_spans.ids_of_queries(queries, request)
+        if keys is not None:  # `generate` repeats the encoder's output for the beams or samples of a prompt
+            keys = keys.repeat_interleave(self.inputs.rows_per_prompt(name, shape.batch), 0)
         if keys is not None and keys.shape != (shape.batch, shape.key_length):
             keys = None
         no_image = queries is not None or cross_attention or sample_spans.texts is not None
@@ -601,12 +590,10 @@ class Recorder:
 
         A further window of a sample is measured without the keys of earlier windows.
         """
-        request, device = call.request, self._device_of_record(call.request)
-        layer, windows = state.layer, state.windows
+        request, layer, windows = call.request, state.layer, state.windows
         starts = sample_spans.key_starts(state.offset) - state.key_starts()
         if state.is_further_window or windows > 1:  # the keys of a window follow the keys of the previous window
             starts = (state.num_keys()[:, None] - sample_spans.key_lengths(windows).flip(1).cumsum(1).flip(1)).flatten()
-        measurer = self._measurers[state.cross_attention, state.texts_known]
         samples = state.samples()
         state.samples = lambda: samples
         self.record.add(layer, ())
@@ -616,30 +603,85 @@ class Recorder:
             sample, is_window = samples[index // windows], state.is_further_window or index % windows > 0
             if not state.is_first:
                 ids.append_to_sample(sample, span, key_start - span.keys[0])
-            alone, start = slice_call(call, span), key_start
-            if not is_window:
-                alone, start = restore_dropped_keys(alone, start)
-            if sample_spans.real_queries is not None:
-                alone = hide_padding_queries(alone, sample_spans.real_queries[span.sample, slice(*span.queries)])
+            alone, start = _slice_text(call, sample_spans, span, key_start, window=is_window)
+            read = sample.growing_key_text.ids
             shape, own_first = alone.request.shape, state.is_first or is_window
-            context = self._context_of_probes(sample, shape, start, request.known_origin.layer, first=own_first)
+            context = self._context_of_probes(read, shape, start, request.known_origin.layer, first=own_first)
             if layer.running_summary is not None:
-                known = None if is_window or state.cross_attention else sample.growing_key_text.ids
                 before = 0 if is_window else start  # each window is a text of its own
+                read = None if is_window or state.cross_attention else read
                 self._add_text_to_summary(
-                    layer.running_summary, state, index // windows, alone, context, before=before, ids=known
+                    layer.running_summary, state, index // windows, alone, context, before=before, ids=read
                 )
                 continue
-            found = statistics_of_call(alone, measurer.probes, context)
-            if sample.k is not None:
-                append_new_keys(sample.k, alone.request.k, start=start, device=device)
-            sample.append_call(
-                Segment(self._request_without_tensors(alone.request, device), start, is_window=is_window),
-                copy_contiguous(alone.result.logsumexp, device),
-                {name: value[0].cpu() for name, value in found.items()},
-                None if sample.q is None else copy_contiguous(alone.request.q, device),
-            )
+            self._record_text(alone, context, state, start, window=is_window).append_to(sample)
             self.record.add(layer, [sample])  # one call
+
+    def _record_text(
+        self, alone: AttentionCall, context: ProbeContext, state: _LayerCall, start: int, *, new: int = 0, window: bool
+    ) -> RecordedCall:
+        """Measure a call of one text as a record keeps it, with its keys from index `new` on.
+
+        The first key of the call has the index `start` in the text.
+        """
+        request, device = alone.request, self._device_of_record(alone.request)
+        found = statistics_of_call(alone, self._measurers[state.cross_attention, state.texts_known].probes, context)
+        keeps = self._keeps_qk
+        return RecordedCall(
+            Segment(self._request_without_tensors(request, device), start, is_window=window),
+            copy_contiguous(alone.result.logsumexp, device),
+            {name: value[0].cpu() for name, value in found.items()},
+            copy_contiguous(request.q, device) if keeps else None,
+            copy_contiguous(request.k[:, :, new:], device) if keeps else None,
+            start + new,
+        )
+
+    def _hold_call(
+        self, call: AttentionCall, state: _LayerCall, sample_spans: SampleSpans, ids: CallTokenIds, read: GeneratedPass
+    ) -> None:
+        """Measure the rows of a call of `generate`, and hold them until the texts that it returns are known."""
+        layer, crosses, caller = state.layer, state.cross_attention, call.request.known_origin.layer
+        starts = sample_spans.key_starts(state.offset).tolist()
+        for span, first_key in zip(sample_spans.spans, starts, strict=True):
+            if (row := read.rows.get(span.sample)) is None:
+                continue  # an equal row of the same prompt is held
+            tokens = read.ids[span.sample, row.padding :]
+            keys = None if bool((tokens == UNKNOWN_ID).any()) else tokens
+            if crosses:
+                keys = None if ids.keys is None else ids.keys[span.sample, slice(*span.keys)]
+            for part in split_span(span, row.whole, cross_attention=crosses):
+                start = 0 if crosses else first_key - row.padding
+                alone, start = _slice_text(call, sample_spans, part, start)
+                shape, chunks = alone.request.shape, None if keys is None else ChunkedRows(0, [keys])
+                context = self._context_of_probes(chunks, shape, start, caller, first=read.begins_texts)
+                recorded = measured = None
+                if layer.running_summary is not None:
+                    rows = _rows_of_text(alone, start)
+                    measured = self._measure_with_chance(alone, rows, context, state, start, None if crosses else keys)
+                else:
+                    new = 0 if read.begins_texts else shape.key_length - (0 if crosses else shape.query_length)
+                    recorded = self._record_text(alone, context, state, start, new=new, window=False)
+                held = HeldPart(part.queries[1], crosses, keys if crosses else None, recorded, measured)
+                row.held.setdefault(layer.name, []).append(held)
+
+    @torch.no_grad()
+    def add_generated_texts(self, texts: list[GeneratedText]) -> None:
+        """Add the texts that `generate` has returned, from what was held of its passes."""
+        for name, layer in self._layers.items():
+            held: list[list[HeldPart]] = [
+                [part for row, count in text.rows for part in row.held.get(name, ()) if part.stop <= count]
+                for text in texts
+            ]
+            if not held or not all(held):
+                continue  # the layer is not recorded, or its queries are no tokens of these texts
+            self.record.add(layer, ())
+            if layer.running_summary is not None:
+                add_to_summary(layer.running_summary, held, [text.ids for text in texts])
+                continue
+            new_sample = self._sample_factory(name, cross_attention=held[0][0].cross_attention)
+            samples = [sample_of_parts(new_sample, parts, text.ids) for parts, text in zip(held, texts, strict=True)]
+            layer.samples.extend(samples)
+            self.record.calls.extend((sample, index) for sample in samples for index in range(len(sample.calls)))
 
     def _add_text_to_summary(
         self,
@@ -664,22 +706,14 @@ class Recorder:
             ids: the token ids of the text so far; None if unknown.
         """
         assert state.texts is not None
-        measurer, shape = self._measurers[state.cross_attention, state.texts_known], alone.request.shape
-        num_keys = before + shape.key_length
+        rows = _rows_of_text(alone, before)
+        num_keys = before + alone.request.shape.key_length
         read = None if ids is None or ids.length != num_keys else ids.all_rows()
-        positions = torch.arange(shape.query_length) + (before + int(alone.request.query_start))
-        rows = TextRows.of_text(positions, num_keys, None)
-        if read is not None and any(probe.counted == "repeated" for probe in measurer.probes):
-            occurred = occurred_before(positions, read)  # now, because the rows may wait, and the ids grow
+        if read is not None and any(probe.counted == "repeated" for probe in self.measurer.probes):
+            occurred = occurred_before(rows.positions, read)  # now, because the rows may wait, and the ids grow
             rows = replace(rows, occurred=lambda: occurred)
-
-        def spread_evenly() -> dict[str, Tensor]:
-            chance, spread = measurer.spread_evenly(alone)
-            return dict(chance.measure(spread, rows, context).values)
-
-        contents = before, context.first_key, context.id_before
-        chance = self._chance_levels_of(measurer, alone.request, contents, read, spread_evenly)
-        summary.add(measured := measurer.measure(alone, rows, context, chance=chance), state.texts, first=place)
+        measured = self._measure_with_chance(alone, rows, context, state, before, read)
+        summary.add(measured, state.texts, first=place)
         latest = self._latest_counted_offset
         if latest <= 0:
             return
@@ -690,6 +724,26 @@ class Recorder:
             summary.add(each, state.texts, first=place)
         left = [each.waiting(latest) for each in (*grown, measured)]
         waiting[place] = [each for each in left if len(each.rows.positions)]
+
+    def _measure_with_chance(
+        self,
+        alone: AttentionCall,
+        rows: TextRows,
+        context: ProbeContext,
+        state: _LayerCall,
+        before: int,
+        ids: Tensor | None,
+    ) -> MeasuredRows:
+        """Measure a call of one text for a summary; `before` keys of the text come before those of the call."""
+        measurer = self._measurers[state.cross_attention, state.texts_known]
+
+        def spread_evenly() -> dict[str, Tensor]:
+            chance, spread = measurer.spread_evenly(alone)
+            return dict(chance.measure(spread, rows, context).values)
+
+        contents = before, context.first_key, context.id_before
+        chance = self._chance_levels_of(measurer, alone.request, contents, ids, spread_evenly)
+        return measurer.measure(alone, rows, context, chance=chance)
 
     def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a copy of a request without q, k, v and the origin, on the device of the record."""
@@ -716,13 +770,13 @@ class Recorder:
         return partial(SampleRecord, name, size, pool, cross_attention=cross_attention, own=self._own_statistics)
 
     def _context_of_probes(
-        self, sample: SampleRecord, shape: AttentionShape, start: int, caller: nn.Module, *, first: bool
+        self, read: ChunkedRows | None, shape: AttentionShape, start: int, caller: nn.Module, *, first: bool
     ) -> ProbeContext:
         """Return the inputs of probes besides q and k, for a call whose first key has the index `start`.
 
-        With `first`, that is the first key that the queries may see.
+        With `first`, that is the first key that the queries may see. `read` are the ids of the keys so far, if known.
         """
-        read, stop, ids, before = sample.growing_key_text.ids, start + shape.key_length, None, None
+        stop, ids, before = start + shape.key_length, None, None
         if read is not None and read.length >= stop and self.measurer.needs & {"ids", "special_keys"}:
             ids = read.rows_between(start, stop)[None]
             before = None if first or not start else read.rows_between(start - 1, start)
@@ -788,6 +842,48 @@ def _check_same_texts(given: int, before: int, name: str) -> None:
             f"The mask of this call of {name} separates {given} texts, and that of the call before it {before}.",
             "Give masks.Documents the lengths of all texts that the cache will hold, in each of its calls.",
         )
+
+
+def _number_queries_of_cross_attention(
+    call: AttentionCall, previous: _LayerCall | None, read: GeneratedPass | None
+) -> AttentionCall:
+    """Number the queries of a cross-attention from the start of their own sequence."""
+    continued, start = call.request.position_in_sequence, 0 if previous is None else previous.query_stop
+    position: int | Tensor = start if read is None else read.first
+    if continued is not None and continued.first_query is not None:
+        position = continued.first_query
+    if not isinstance(position, Tensor) and position == call.request.query_start:
+        return call
+    return AttentionCall(replace(call.request, query_start=position), drop_position_parts(call.result))
+
+
+def _continues_call(
+    request: AttentionRequest, previous: _LayerCall, offset: int | Tensor, *, cross_attention: bool
+) -> bool:
+    """Whether a call with a cache goes on where the previous call of its layer with this cache has ended."""
+    if request.position_in_sequence is not None:
+        return True  # such a cache begins a new sequence when it is cropped or reordered
+    if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor) or previous.batch != request.shape.batch:
+        return False
+    return cross_attention or offset + request.query_start == previous.query_stop
+
+
+def _slice_text(
+    call: AttentionCall, sample_spans: SampleSpans, span: SampleSpan, start: int, *, window: bool = False
+) -> tuple[AttentionCall, int]:
+    """Slice one text from a call: return a call with a batch of one, and the index of its first key in the text."""
+    alone = slice_call(call, span)
+    if not window:
+        alone, start = restore_dropped_keys(alone, start)
+    if sample_spans.real_queries is not None:
+        alone = hide_padding_queries(alone, sample_spans.real_queries[span.sample, slice(*span.queries)])
+    return alone, start
+
+
+def _rows_of_text(alone: AttentionCall, before: int) -> TextRows:
+    """Return the queries of a call of one text as rows; `before` keys of the text come before those of the call."""
+    shape, first = alone.request.shape, before + int(alone.request.query_start)
+    return TextRows.of_text(torch.arange(shape.query_length) + first, before + shape.key_length, None)
 
 
 def _check_measurable_on_a_rank(probes: Iterable[Probe]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from multihead.errors.arguments import check_integer
 from multihead.kernels import head_changes
-from multihead.kernels.call import PositionInSequence
+from multihead.kernels.call import CachedSequence, PositionInSequence
 from multihead.kernels.quantised import Int8Scales, quantise
 from multihead.layer.cache.buffers import (
     SPARE_SLOTS,
@@ -122,7 +122,7 @@ class KeyValueCache:
 
     def _begin_sequence(self) -> None:
         """Start a new sequence, so that listeners do not treat later calls as a continuation of earlier calls."""
-        self._sequence = object()
+        self._sequence = CachedSequence()
         self._last_position: PositionInSequence | None = None
 
     @property
