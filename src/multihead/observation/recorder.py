@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Literal, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -96,8 +96,7 @@ class _LayerCall:
         windows: how many consecutive rows of the batch are windows of one sample.
         texts_known: whether it is known which queries belong to which text.
         samples: returns the records of the samples; without their calls if only a summary is kept.
-        texts: the samples in the layer's summary; None if there is no summary. Until the first call of the samples is
-            added, those of the call before it, which have ended.
+        texts: the samples in the layer's summary; None if there is no summary.
         waiting: returns for each sample the rows of its calls so far that may count in a summary only because of a
             later key; empty before the first call.
         key_starts: returns the position of each sample's first key in the sequence, (samples,) int64; (1,) with 0 until
@@ -135,7 +134,7 @@ class _LayerCall:
 
     def continue_call(self, previous: _LayerCall, *, is_window: bool) -> None:
         """Go on with the samples of the layer's previous call; with `is_window`, with a further window of them."""
-        self.is_first, self.is_further_window = False, is_window
+        self.is_first, self.is_further_window, self.texts = False, is_window, previous.texts
         self.samples, self.key_starts, self.waiting = previous.samples, previous.key_starts, previous.waiting
         self.num_keys = previous.num_keys if is_window else self.num_keys
 
@@ -223,7 +222,7 @@ class Recorder:
             sequence, num_cached = continued.sequence, 1
         read = self._generated_pass(request, module)
         previous_calls = self._previous_calls.setdefault(sequence, {})
-        before = previous = None if read is not None else previous_calls.get(name)
+        previous = None if read is not None else previous_calls.get(name)
         if previous is not None and not (
             self._namer.is_further_window
             or (num_cached and _continues_call(request, previous, offset, cross_attention=cross_attention))
@@ -232,13 +231,15 @@ class Recorder:
         if cross_attention and not request.mask.uses_positions:
             call = _number_queries_of_cross_attention(call, previous, read)
         state = _LayerCall.from_call(call, layer, offset, cross_attention=cross_attention)
-        state.texts = None if before is None else before.texts
         if previous is not None:
             state.continue_call(previous, is_window=self._namer.is_further_window)
         if is_selected:
             self._add_call(call, state, read)
         if read is None:
             previous_calls[name] = state
+            if previous is None and state.texts is not None and layer.running_summary is not None:
+                # Texts end when nothing can continue them any more.
+                finalize(sequence, layer.running_summary.end_texts, state.texts).atexit = False
 
     def _generated_pass(self, request: AttentionRequest, module: str) -> GeneratedPass | None:
         """Return the pass of `generate` whose tokens are the queries of a call; None if they are no such tokens."""
@@ -310,8 +311,6 @@ class Recorder:
             )
         new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
         summary.cross_attention |= state.cross_attention or not sample_spans.text_rows.end_with_their_keys
-        if state.texts is not None:
-            summary.end_texts(state.texts)
         state.texts = summary.begin_texts(len(sample_spans.spans) // windows)
         state.samples = cache(lambda: new_samples(new_sample, sample_spans, ids)[::windows])
         if not whole:
