@@ -53,7 +53,7 @@ def test_every_level_is_the_mean_over_what_may_be_seen(kind: str, sink: bool) ->
         sample = layer.sample(index)
         kept = LayerMapLevels(sample, None, OF)
         build(kept, *range(sample.num_heads))
-        assert kept.num_levels >= 4
+        assert kept.num_levels >= (2 if kind == "documents" else 4)  # each document is a text of its own
         for head in range(sample.num_heads):
             for level in range(1, kept.num_levels):
                 expected = block_means(sample, head, level, sink=sink)

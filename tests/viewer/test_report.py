@@ -92,6 +92,8 @@ def test_maps_and_texts_that_do_not_fit_into_the_page_are_named(tmp_path: Path) 
     assert summary.left_out in page.view["foot"]
     stored = [page.held["plain"][f"runs/0/samples/{sample}"]["stored"] for sample in range(4)]
     assert [sentence.startswith("Every weight is stored") for sentence in stored] == [False, True, False, True]
+    statistics = watch(9, lengths=(9, 5), keep="statistics").report(tmp_path / "page.html")
+    assert statistics.left_out == "q and k were not recorded, so there is no map."
     many = watch(4, heads=4, layers=8, batch=40)
     summary = many.report(tmp_path / "page.html", max_bytes=300_000)
     held = len(Page(summary.path).view["runs"][0]["samples"])

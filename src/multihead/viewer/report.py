@@ -157,14 +157,15 @@ def write_report(
     run = RecordedRun(title, record)
     if sample is None and tokens is not None:
         sample = 0
-    samples = range(run.num_samples) if sample is None else [sample]
+    # A record without a text common to all layers, such as a summary, raises an error when its first text is read.
+    samples = range(max(run.num_samples, 1)) if sample is None else [sample]
     written = {place: each for place, each in enumerate(texts) if place in samples}
     if tokens is not None:
         _check_tokens(record, tokens, samples[0])
         layout = layout_of_tokens(tokens, special=special, unknown=unknown, text=text, offsets=offsets)
         written[samples[0]] = PageText(len(tokens), tokens, special, layout, given_by_caller=True)
 
-    page = _Page([], describe_run(run) | {"title": title}, None, max_bytes, lang)
+    page = _Page([], describe_run(run) | {"title": title}, None, len(samples), max_bytes, lang)
     all_samples, left = page.run["samples"], float(max_bytes)
     for each in samples:
         shown = _texts_of_page(record, each, written.get(each), key_tokens)
@@ -255,6 +256,7 @@ class _Page:
         described: the description of each of its texts.
         run: the description of the record.
         all_texts: what the heads do over all texts; None for one text.
+        num_wanted: number of texts that the page should have.
         max_bytes: maximum size of the page.
         lang: the language of the page.
     """
@@ -262,13 +264,14 @@ class _Page:
     described: list[dict[str, Any]]
     run: dict[str, Any]
     all_texts: dict[str, Any] | None
+    num_wanted: int
     max_bytes: int
     lang: str
 
     def render(self, stores: Sequence[StoredMaps]) -> bytes:
         """Render the page as UTF-8 bytes, with the stored maps of each text."""
         parts = [locale("viewer.foot file", self.lang, version=installed_version())]
-        if len(stores) > 1:
+        if self.num_wanted > 1:
             parts.append(self.sentence_on_what_is_left_out(stores))
         view = describe_view([self.run], self.lang, similar=any(store.mode == "whole" for store in stores)) | {
             "foot": locale("common.join.sentences", self.lang).join(filter(None, parts))
@@ -295,7 +298,7 @@ class _Page:
 
     def sentence_on_what_is_left_out(self, stores: Sequence[StoredMaps]) -> str:
         """Return a sentence on the maps and the texts that the page leaves out; "" if it leaves out nothing."""
-        if self.run["texts"] == 1 or len(stores) == 1:
+        if self.num_wanted == 1:
             (store,) = stores
             whole = store.mode == "whole"
             return "" if whole else sentence_on_stored_maps(store, max_bytes=self.max_bytes, lang=self.lang)
@@ -307,11 +310,13 @@ class _Page:
             for mode in MODES[1:]
             if mode in numbers
         ]
-        left = self.run["texts"] - len(stores)
+        left = self.num_wanted - len(stores)
         if left:
             found.append(locale("report.texts.absent", self.lang, n=f"{left:,}", of=f"{self.run['texts']:,}"))
         if not found:
             return ""
+        if not left and all(store.why_incomplete == "statistics" for store in stores):  # not for lack of room
+            return sentence_on_stored_maps(stores[0], max_bytes=self.max_bytes, lang=self.lang)
         size = readable_size(self.max_bytes, self.lang)
         return locale("common.join.sentences", self.lang).join(
             [*found, locale("report.texts.why", self.lang, size=size)]
