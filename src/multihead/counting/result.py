@@ -37,7 +37,7 @@ from multihead.models.tokens import CONTINUATION_MARK
 from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE_FORMAT, Probe, Statistic
-from multihead.record.analysis.changes import ChangeBeyondChance, change_beyond_chance
+from multihead.record.analysis.changes import ChangeBeyondChance, change_beyond_chance, text_of_value
 from multihead.record.analysis.find import FoundHead, ValueRange, find
 from multihead.record.analysis.highlights import Finding, HeadKind, findings, heads_of_kinds
 from multihead.record.layer import LayerRecord, kinds_of_summary
@@ -134,10 +134,10 @@ class DifferentHead(HeadOfLayer):
     def values(self, name: str, lang: str = "en") -> tuple[str, str]:
         """Return the means of a statistic in the two censuses as text, with their chance levels where these differ."""
         shown = statistic(name, self.statistics)
-        values = shown.text(self.before[name]), shown.text(self.after[name])
+        values = text_of_value(shown, self.before[name], lang), text_of_value(shown, self.after[name], lang)
         if name not in self.chance:
             return values
-        levels = (shown.text(level) for level in self.chance[name])
+        levels = (text_of_value(shown, level, lang) for level in self.chance[name])
         first, second = (
             text("compare.with chance", lang, value=value, chance=level)
             for value, level in zip(values, levels, strict=True)

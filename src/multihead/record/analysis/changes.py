@@ -20,7 +20,7 @@ from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
 from multihead.kinds import KINDS, Kind, kinds_by_name
 from multihead.locale.escaping import escape_controls
-from multihead.locale.texts import statistic_label, text
+from multihead.locale.texts import statistic_label, text, unit_label
 from multihead.probes.catalogue import SEPARATOR_MASS, SPECIAL_MASS, statistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
 from multihead.record.analysis.highlights import HeadKind, heads_of_kinds
@@ -41,6 +41,12 @@ class StatisticChange(NamedTuple):
     label: str
     before: str
     after: str
+
+
+def text_of_value(shown: Statistic, value: float, lang: str) -> str:
+    """Return a value of a statistic with its unit, such as "1.25 nats", in a language."""
+    number = shown.number(value)
+    return f"{number} {unit_label(shown.unit, lang)}" if shown.unit and number != "-" else number
 
 
 class ChangeBeyondChance(NamedTuple):
@@ -173,9 +179,9 @@ class ChangedHead(HeadOfLayer):
             return None
         shown = statistic(name, self.statistics)
         label = escape_controls(statistic_label(name, lang, shown.label))
-        values = [shown.text(each[name]) for each in (self.before, self.after)]
+        values = [text_of_value(shown, each[name], lang) for each in (self.before, self.after)]
         if not self.compares_weights:
-            levels = [shown.text(each[name]) for each in (self.chance_before, self.chance_after)]
+            levels = [text_of_value(shown, each[name], lang) for each in (self.chance_before, self.chance_after)]
             values = [
                 text("compare.with chance", lang, value=value, chance=level)
                 for value, level in zip(values, levels, strict=True)
