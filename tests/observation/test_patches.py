@@ -38,7 +38,7 @@ def test_an_image_is_its_class_token_and_its_patches_row_by_row(tmp_path: Path) 
             assert text.gaps == [None, "\n", " ", " ", "\n", " ", " "]
             assert text.patches == (2, 3)
     page = Page(seen.report(tmp_path / "page.html").path)
-    assert page.data["lead"] == "2 attention heads, as they look at one image of 2 x 3 patches."
+    assert page.data["lead"] == "2 attention heads, as they look at one image of 2 x 3 patches. This is number 1 of 2."
 
 
 def loaded(seen: mh.Record, folder: Path) -> mh.Record:
