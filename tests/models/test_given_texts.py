@@ -179,7 +179,7 @@ IMAGE = f"Prepare it with the image processor of the model, and record a call: {
         (" ", "The text is empty. Give at least one word."),
         (["a", " "], "Text 2 is empty. Give at least one word."),
     ],
-    ids=lambda each: str(each)[:40],
+    ids=lambda each: each[:40] if isinstance(each, str) else type(each).__name__,
 )
 def test_anything_else_is_one_sentence_before_any_work(given: Any, sentence: str) -> None:
     for function in (lambda: recognise_texts(given), lambda: mh.look("no-such-model", given, show=False)):
