@@ -84,7 +84,7 @@ def _known(draw: Draw, drawn: Drawn) -> tuple[definitions.Known, probes.ProbeCon
     values = torch.nan_to_num(drawn.call.v.double(), nan=0.0, posinf=0.0, neginf=0.0)
     commas = (ids == 1) | (ids == 2)
     known = definitions.Known(
-        start, flags["special"], commas, flags["given"], ids, values, weight.double(), sinks, map_size, drawn.call.mask
+        start, flags["special"], commas, flags["given"], ids, values, weight.double(), sinks, map_size, drawn.mask
     )
     context = probes.ProbeContext(
         special_keys=flags["special"],

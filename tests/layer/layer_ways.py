@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -184,14 +185,16 @@ def assert_the_layer_agrees(case: LayerCase, kernel: str | None) -> None:
 def assert_statistics_agree(case: LayerCase, seen: mh.Record, wholes: tuple[Whole, Whole], slack: int) -> None:
     """Hold what a record says of each sample, free of its padding, to the sums over the whole map."""
     samples, learned = seen.layers[0].samples, int(case.options.get("add_bias_kv", False))
-    assert len(samples) == case.size.batch
-    for sample, (queries, keys) in enumerate(zip(case.counts, case.key_counts, strict=True)):
-        if not queries or not keys:
+    texts = texts_of(case)
+    assert len(samples) == len(texts)
+    for sample, (row, queries, keys) in enumerate(texts):
+        if queries.start >= queries.stop or keys.start >= keys.stop:
             continue
+        columns = slice(keys.start, keys.stop + learned)
         exact, plain = (
             oracle.statistics(
-                whole.weights[sample : sample + 1, :, :queries, : learned + keys].detach(),
-                whole.seen[sample : sample + 1, :, :queries, : learned + keys],
+                whole.weights[row : row + 1, :, queries, columns].detach(),
+                whole.seen[row : row + 1, :, queries, columns],
                 start=[learned],
             )
             for whole in wholes
@@ -204,3 +207,20 @@ def assert_statistics_agree(case: LayerCase, seen: mh.Record, wholes: tuple[Whol
             allowed = slack * oracle.budget(exact[name], of_plain)
             error = oracle.difference(value[None], exact[name])
             assert error <= allowed, f"{name} of sample {sample} is {error:.3g} off, {allowed:.3g} is allowed: {case}"
+
+
+def texts_of(case: LayerCase) -> list[tuple[int, slice, slice]]:
+    """Return the row, the queries and the keys of each text of a case: a row, or a document of its mask."""
+    texts = None if case.mask is None else case.mask.row_texts
+    counts = list(enumerate(zip(case.counts, case.key_counts, strict=True)))
+    if texts is None or case.options.get("add_bias_kv", False):
+        return [(row, slice(0, queries), slice(0, keys)) for row, (queries, keys) in counts]
+    size, found = case.size, []
+    starts = oracle.positions_of_first(case.query_start, size.batch, size.queries, size.keys)
+    numbers = texts.num_texts.expand(size.batch).tolist()
+    edges = texts.edges.expand(size.batch, -1).tolist()
+    for row, (queries, keys) in counts:
+        for first, stop in list(pairwise(edges[row]))[: numbers[row]]:
+            rows = slice(max(first - starts[row], 0), min(stop - starts[row], queries))
+            found.append((row, rows, slice(first, min(stop, keys))))
+    return found

@@ -357,6 +357,10 @@ class InputTracker:
         """Take that the rows of a cache no longer continue the same texts."""
         self._sequences.pop(cache, None)
 
+    def forget_listener(self) -> None:
+        """Forget who takes the texts, because it may hold this object, and both would stay until a cycle is found."""
+        self.on_texts = None
+
     def take_texts(self, generation: Generation, returned: object) -> None:
         """Take what `generate` returned."""
         if self.on_texts is not None:
@@ -371,6 +375,7 @@ def track_inputs(model: nn.Module) -> Iterator[InputTracker]:
     """Record the inputs of a model and of all Hugging Face models in it, in this context and in no other thread."""
     inputs = InputTracker()
     with Undo() as undo:
+        undo.add_step(inputs.forget_listener)
         undo.add_step(lambda: _active_trackers.set(_active_trackers.get() - {inputs}))
         _active_trackers.set(_active_trackers.get() | {inputs})
         for name, module in {"": model, **pretrained_models(model)}.items():

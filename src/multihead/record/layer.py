@@ -58,6 +58,7 @@ class LayerRecord:
     repeated: RepeatedTokens | None = None
     split: LayerPartOfRank | None = None
     own_kinds: tuple[Kind, ...] = ()
+    _known_heads: int = 0  # number of query heads, of a layer whose batches had no text
 
     def __repr__(self) -> str:
         """Return one line: the number and name of the layer, and its numbers of heads and texts."""
@@ -86,6 +87,7 @@ class LayerRecord:
         """One sample per text, in the order in which the texts ran; empty if only a summary is kept."""
         with SLICING_LOCK:
             while self.batches:
+                self._known_heads = self.num_heads
                 self._samples += self.batches[0].samples
                 del self.batches[0]
         return self._samples
@@ -95,7 +97,9 @@ class LayerRecord:
         """Number of query heads."""
         if self.running_summary is not None:
             return self.running_summary.num_heads
-        return self.batches[0].request.shape.num_heads if self.batches else self._samples[0].num_heads
+        if self.batches:
+            return self.batches[0].request.shape.num_heads
+        return self._samples[0].num_heads if self._samples else self._known_heads
 
     @property
     def num_samples(self) -> int:
