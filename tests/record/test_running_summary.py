@@ -165,7 +165,7 @@ def test_more_texts_take_no_more_memory() -> None:
     few, many = read(ids(1, 8), keep="summary"), read(*[ids(4, 8, seed=seed) for seed in range(9)], keep="summary")
     assert held(few) == held(many)
     assert held(few) / len(few.layers) / 4 <= len(PROBES) * 8 * (2 * NUM_BINS + 10)
-    assert all(len(layer.running_summary._open) == 1 for layer in many.layers if layer.running_summary is not None)
+    assert all(len(layer.running_summary._open) <= 1 for layer in many.layers if layer.running_summary is not None)
 
 
 def test_a_pickled_summary_takes_the_memory_of_the_bins_that_have_values() -> None:
