@@ -1,12 +1,12 @@
 """Follow `generate` of transformers: which tokens each forward pass reads, and which passes read each returned text.
 
 A text of `generate` is what it returns: one per returned sequence, each token once, up to the token where the stopping
-criteria ended it. The passes do not show that: rows of a batch go on with fillers after their end, drafts are rejected,
-beams are reordered and dropped, and without a cache each pass reads all tokens again. So what is measured in a pass is
-held per row, under the tokens of its prompt's text up to this pass, and the returned sequences are looked up in it. All
-tokens of the rows are what `generate` gives to `prepare_inputs_for_generation` before each pass. A pass without that
-call, such as the second one of classifier-free guidance, is no part of the texts, and neither are the passes of a
-`generate` inside, such as those of an assistant.
+criteria ended it. The passes do not show that: rows of a batch are continued with fillers after their end, drafts are
+rejected, beams are reordered and dropped, and without a cache each pass reads all tokens again. So what is measured in
+a pass is held per row, under the tokens of its prompt's text up to this pass, and the returned sequences are looked up
+in it. All tokens of the rows are what `generate` gives to `prepare_inputs_for_generation` before each pass. A pass
+without that call, such as the second one of classifier-free guidance, is no part of the texts, and neither are the
+passes of a `generate` inside, such as those of an assistant.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Generation:
                 break
             found.append((row, count))
             column += count
-        if column < stop - 1 or not found:  # no pass reads the last token, unless the batch goes on
+        if column < stop - 1 or not found:  # no pass reads the last token, unless the batch continues
             raise self._lost_error()
         return GeneratedText(ids[found[-1][0].padding : column], found)
 
@@ -235,7 +235,7 @@ class Generation:
 
 
 class GenerationFollower(Protocol):
-    """An object that is told when a model generates, and when the rows of a cache become other ones."""
+    """An object that is notified when a model generates, and when the rows of a cache are replaced."""
 
     def follows(self, model: nn.Module) -> bool:
         """Whether it wants to know about a model."""
@@ -281,7 +281,7 @@ def follow_generation(follower: GenerationFollower) -> Iterator[None]:
 
 @cache
 def _followed_generate() -> Callable[..., Any]:
-    """Return `generate` that tells the followers; one function, because several contexts set and restore it."""
+    """Return a `generate` that notifies the followers; one function, because several contexts set and restore it."""
     from transformers import GenerationMixin
 
     generate = GenerationMixin.generate
@@ -319,7 +319,7 @@ def _followed_generate() -> Callable[..., Any]:
 
 @cache
 def _followed_criteria() -> Callable[..., Any]:
-    """Return the call of stopping criteria that tells the generations that run."""
+    """Return a call of stopping criteria that notifies the generations that run."""
     from transformers import StoppingCriteriaList
 
     decide = StoppingCriteriaList.__call__
@@ -336,7 +336,7 @@ def _followed_criteria() -> Callable[..., Any]:
 
 @cache
 def _followed_change(kind: type, name: str) -> Callable[..., Any]:
-    """Return a method that changes the rows of a cache, and tells the followers."""
+    """Return a method that changes the rows of a cache, and notifies the followers."""
     change = getattr(kind, name)
 
     @wraps(change)

@@ -161,6 +161,10 @@ class InputTracker:
         """Whether forward passes in this thread and context are recorded."""
         return self in _active_trackers.get()
 
+    def _models_around(self, name: str) -> Iterator[_TrackedModel]:
+        """Yield the models that contain a layer, the innermost first."""
+        return (model for model in reversed(self._models) if f"{name}.".startswith(model.prefix))
+
     def inputs_of_queries(self, name: str) -> TokenInputs:
         """Return the token inputs of the model from which the queries of a layer are computed.
 
@@ -168,9 +172,7 @@ class InputTracker:
         are separate models, each with its own token ids and padding.
         """
         found: TokenInputs | None = None
-        for model in reversed(self._models):
-            if not f"{name}.".startswith(model.prefix):
-                continue
+        for model in self._models_around(name):
             if found is not None:
                 # A model of texts and images embeds the tokens and passes only embeddings to its inner model.
                 return (
@@ -186,15 +188,13 @@ class InputTracker:
 
     def sequence_of_queries(self, name: str) -> tuple[CachedSequence, int]:
         """Return the sequences that the model around a layer reads, and how many tokens of each are in its cache."""
-        around = [model for model in reversed(self._models) if f"{name}.".startswith(model.prefix)]
-        found = next((model.newest_inputs for model in around if model.newest_inputs.num_cached), None)
-        found = around[0].newest_inputs if found is None else found
+        around = [model.newest_inputs for model in self._models_around(name)]
+        found = next((inputs for inputs in around if inputs.num_cached), around[0])
         return found.sequence, found.num_cached
 
     def reads_tokens(self, name: str) -> bool:
         """Whether the queries of a layer are tokens that its model receives, and not parts of an image or audio."""
-        around = (model for model in reversed(self._models) if f"{name}.".startswith(model.prefix))
-        innermost = next((model for model in around if model.prefix or model.takes_tokens), None)
+        innermost = next((model for model in self._models_around(name) if model.prefix or model.takes_tokens), None)
         return innermost is not None and innermost.takes_tokens
 
     def rows_per_prompt(self, name: str, rows: int) -> int:
@@ -206,8 +206,7 @@ class InputTracker:
 
         The result is 1 where the batch size of the model is unknown, or where one of its inputs has `rows` rows.
         """
-        around = (model for model in reversed(self._models) if f"{name}.".startswith(model.prefix))
-        batch, *others = next((model.newest_inputs.batch_sizes for model in around), ()) or (rows,)
+        batch, *others = next((model.newest_inputs.batch_sizes for model in self._models_around(name)), ()) or (rows,)
         return 1 if not self.is_running or not batch or rows in others or rows % batch else max(rows // batch, 1)
 
     def tokens_until_query(self, name: str, request: AttentionRequest, key_offset: int) -> Tensor | None:

@@ -12,7 +12,7 @@ from multihead.masks.positions import SampleSpan
 from multihead.models.generation import UNKNOWN_ID
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
-from multihead.record.segments import ChunkedRows, Segment, append_new_keys
+from multihead.record.segments import ChunkedRows, Segment, append_new_keys, copy_contiguous
 from multihead.record.text_rows import MeasuredRows, TextRows
 
 
@@ -25,7 +25,8 @@ class RecordedCall:
         logsumexp: (1, heads, queries), nats.
         statistics: statistics of the call.
         q: (1, heads, queries, head_dim); None if only statistics are kept.
-        k: (1, kv_heads, new keys, head_dim), or all keys of the call; None if only statistics are kept.
+        k: (1, kv_heads, keys, head_dim), the keys of the call from `key_start` on, which a cache may overwrite later;
+            None if only statistics are kept.
         key_start: index of the first of these keys in the text.
     """
 
@@ -36,10 +37,14 @@ class RecordedCall:
     k: Tensor | None
     key_start: int
 
+    def with_own_keys(self) -> RecordedCall:
+        """Return the call with a copy of its keys, to be appended later."""
+        return replace(self, k=None if self.k is None else copy_contiguous(self.k, self.logsumexp.device))
+
     def append_to(self, sample: SampleRecord) -> None:
-        """Append the call to the record of its text."""
+        """Append the call to the record of its text, which copies the keys that are new to it."""
         if sample.k is not None and self.k is not None:
-            append_new_keys(sample.k, self.k, start=self.key_start, device=self.k.device)
+            append_new_keys(sample.k, self.k, start=self.key_start, device=self.logsumexp.device)
         sample.append_call(self.segment, self.logsumexp, self.statistics, self.q)
 
 
@@ -102,19 +107,7 @@ def add_to_summary(summary: RunningSummary, texts: Sequence[Sequence[HeldPart]],
     """
     begun = summary.begin_texts(len(texts))
     for place, (parts, read) in enumerate(zip(texts, ids, strict=True)):
-        measured = [part.measured for part in parts if part.measured is not None]
-        names = set[str].intersection(*(set(each.values) for each in measured))
-        chance = set[str].intersection(*(set(each.chance) for each in measured))
-        joined = MeasuredRows.concatenate(
-            [
-                replace(
-                    each,
-                    values={name: value for name, value in each.values.items() if name in names},
-                    chance={name: value for name, value in each.chance.items() if name in chance},
-                )
-                for each in measured
-            ]
-        )
+        joined = MeasuredRows.concatenate([part.measured for part in parts if part.measured is not None])
         crosses = parts[0].cross_attention
         positions, num_keys = joined.rows.positions, int(joined.rows.num_keys.max())
         known = None if crosses or bool((read == UNKNOWN_ID).any()) else read[:num_keys]

@@ -133,7 +133,7 @@ class _LayerCall:
         return _LayerCall(layer, own_offset, stop, shape.batch, cross_attention)
 
     def continue_call(self, previous: _LayerCall, *, is_window: bool) -> None:
-        """Go on with the samples of the layer's previous call; with `is_window`, with a further window of them."""
+        """Continue the samples of the layer's previous call; with `is_window`, with a further window of them."""
         self.is_first, self.is_further_window, self.texts = False, is_window, previous.texts
         self.samples, self.key_starts, self.waiting = previous.samples, previous.key_starts, previous.waiting
         self.num_keys = previous.num_keys if is_window else self.num_keys
@@ -631,7 +631,7 @@ class Recorder:
             copy_contiguous(alone.result.logsumexp, device),
             {name: value[0].cpu() for name, value in found.items()},
             copy_contiguous(request.q, device) if keeps else None,
-            copy_contiguous(request.k[:, :, new:], device) if keeps else None,
+            request.k[:, :, new:] if keeps else None,
             start + new,
         )
 
@@ -659,7 +659,7 @@ class Recorder:
                     measured = self._measure_with_chance(alone, rows, context, state, start, None if crosses else keys)
                 else:
                     new = 0 if read.begins_texts else shape.key_length - (0 if crosses else shape.query_length)
-                    recorded = self._record_text(alone, context, state, start, new=new, window=False)
+                    recorded = self._record_text(alone, context, state, start, new=new, window=False).with_own_keys()
                 held = HeldPart(part.queries[1], crosses, keys if crosses else None, recorded, measured)
                 row.held.setdefault(layer.name, []).append(held)
 
@@ -859,7 +859,7 @@ def _number_queries_of_cross_attention(
 def _continues_call(
     request: AttentionRequest, previous: _LayerCall, offset: int | Tensor, *, cross_attention: bool
 ) -> bool:
-    """Whether a call with a cache goes on where the previous call of its layer with this cache has ended."""
+    """Whether a call with a cache continues where the previous call of its layer with this cache has ended."""
     if request.position_in_sequence is not None:
         return True  # such a cache begins a new sequence when it is cropped or reordered
     if isinstance(request.query_start, Tensor) or isinstance(offset, Tensor) or previous.batch != request.shape.batch:

@@ -193,16 +193,23 @@ class MeasuredRows:
 
     @staticmethod
     def concatenate(measured: Sequence[MeasuredRows]) -> MeasuredRows:
-        """Concatenate the rows of several calls with the same statistics, each text of each call as one of its own."""
-        first = measured[0]
+        """Concatenate the rows of several calls, each text of each call as one of its own.
+
+        A statistic, or a chance level, that was not measured in one of the calls is left out.
+        """
         if len(measured) == 1:
-            return first
+            return measured[0]
+
+        def joined(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+            common = [name for name in columns[0] if all(name in each for each in columns)]
+            return {name: torch.cat([each[name] for each in columns], 1) for name in common}
+
         return MeasuredRows(
             TextRows.concatenate([each.rows for each in measured]),
             torch.cat([each.sees for each in measured], 1),
-            {name: torch.cat([each.values[name] for each in measured], 1) for name in first.values},
-            {name: torch.cat([each.chance[name] for each in measured], 1) for name in first.chance},
-            first.own,
+            joined([each.values for each in measured]),
+            joined([each.chance for each in measured]),
+            measured[0].own,
         )
 
     @cached_property
