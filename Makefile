@@ -13,6 +13,7 @@ BROWSER := .venv/browser
 CHECKS := .venv/checks
 ALL_SETS := .venv/all-sets
 FAMILIES := .venv/families
+NODE_TOOLS := node_modules/.package-lock.json
 
 # The kernel is compiled for the instruction sets that this CPU needs, until a target needs every set and the emulated
 # ones.
@@ -212,6 +213,18 @@ $(CHECKS): pyproject.toml constraints.txt | $(BROWSER)
 	@echo "Installing ruff, mypy and import-linter: about 10 s ..."
 	@$(PIP) --group dev
 	@touch $@
+
+# npm writes its own file of what it has installed. Only the checks of the pages' JavaScript and CSS need Node.
+$(NODE_TOOLS): package.json package-lock.json .npmrc
+	@$(NPM)
+	@echo "Installing Biome and TypeScript: about 10 s ..."
+	@npm ci --silent
+	@touch $@
+
+define NPM
+command -v npm > /dev/null || \
+{ apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends nodejs npm; }
+endef
 
 $(ALL_SETS): | $(LIBRARY)
 	@echo "Compiling the kernel for the other instruction sets, which the checks read: about 90 s on two cores ..."

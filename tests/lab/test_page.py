@@ -72,7 +72,7 @@ def test_every_text_of_the_script_is_on_the_page() -> None:
     (texts,) = re.findall(r'<script type="application/json" id="texts">(.*?)</script>', html, re.DOTALL)
     (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     own = script[script.index("modules['multihead_lab/static/lab.js']") :]
-    named = set(re.findall(r"translate\('([^']+)'[,)]", own)) | {"value lookup", "value induction"}
+    named = set(re.findall(r"translate\(\s*'([^']+)'\s*[,)]", own)) | {"value lookup", "value induction"}
     measured = {
         "measure." + name for task in data["tasks"] for course in task["courses"]
         for look in course["moments"][0]["looks"] for name in look["measures"]

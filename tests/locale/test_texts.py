@@ -87,8 +87,8 @@ def test_a_page_has_every_text_that_its_script_and_its_template_name(folder: str
     named = {key for path in files([f"{folder}/*.html"]) for key in keys_in(path)[0]}
     for path in files([f"{folder}/*.js"]):
         source = path.read_text("utf-8")
-        named |= set(re.findall(r"\btranslate\('([^']+)'[,)]", source))
-        for prefix in re.findall(r"\btranslate\('([^']+)' \+", source):
+        named |= set(re.findall(r"\btranslate\(\s*'([^']+)'\s*[,)]", source))
+        for prefix in re.findall(r"\btranslate\(\s*'([^']+)'\s\+", source):
             assert any(key.startswith(prefix) for key in here), prefix
     assert len(named) > 9
     assert named - set(here) == set()
@@ -97,7 +97,7 @@ def test_a_page_has_every_text_that_its_script_and_its_template_name(folder: str
 def test_the_shared_scripts_find_their_texts_on_every_page() -> None:
     named = set()
     for path in files(["viewer/static/shared/*.js"]):
-        named |= set(re.findall(r"\btranslate\('([^']+)'[,)]", path.read_text("utf-8")))
+        named |= set(re.findall(r"\btranslate\(\s*'([^']+)'\s*[,)]", path.read_text("utf-8")))
     assert named - set(section("en", "common", "page")) == set()
 
 

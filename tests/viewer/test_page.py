@@ -65,6 +65,35 @@ def test_a_module_can_be_given_in_place_of_its_file() -> None:
     assert "location" not in bundle.replace("location.href", "")  # the host alone reads and sets the address
 
 
+def test_a_bundle_reads_imports_over_several_lines_and_leaves_out_comments_and_indentation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {
+        "a/entry.js": (
+            "// The entry.\nimport {\n  one,\n  two,\n} from '../b.js';\n\n/**\n * Adds.\n * @returns {number}\n */\n"
+            "export function three() {\n  // why\n  return `${one}//` + two; // the address\n}\n"
+        ),
+        "b.js": "/** The numbers. */\nexport const one = 1;\nexport const two = 2;\n",
+    }
+    monkeypatch.setattr("multihead.viewer.page.read_package_file", files.__getitem__)
+    assert bundle_script.__wrapped__("a/entry.js") == (
+        "'use strict';\nconst modules = {};\n"
+        "modules['b.js'] = (() => {\nconst one = 1;\nconst two = 2;\nreturn { one, two };\n})();\n"
+        "modules['a/entry.js'] = (() => {\nconst { one, two, } = modules['b.js'];\n"
+        "function three() {\nreturn `${one}//` + two; // the address\n}\nreturn { three };\n})();"
+    )
+
+
+def test_a_template_of_several_lines_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multihead.viewer.page.read_package_file", lambda path: "const words = `one\n  two`;\n")
+    sentence = (
+        "c.js: 'const words = `one' begins or ends a template of several lines, whose indentation a bundle would lose. "
+        "Write \\n in a template of one line."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        bundle_script.__wrapped__("c.js")
+
+
 def test_a_form_of_export_that_a_bundle_does_not_know_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multihead.viewer.page.read_package_file", lambda path: "export default 3;\n")
     sentence = (

@@ -12,7 +12,14 @@ from markupsafe import Markup
 
 from multihead.locale.texts import text
 from multihead.viewer.levels import TILE_SIDE
-from multihead.viewer.page import bundle_script, hash_of_script, json_in_script, render_viewer_page, viewer_style
+from multihead.viewer.page import (
+    bundle_script,
+    compact,
+    hash_of_script,
+    json_in_script,
+    render_viewer_page,
+    viewer_style,
+)
 
 
 class PageFullError(Exception):
@@ -108,7 +115,7 @@ def offline_page(
         offline={
             "title": first["title"] or first["name"],
             "note": note,
-            "style": Markup(viewer_style()),
+            "style": Markup(compact(viewer_style())),
             "script": Markup(source),
             "script_hash": hash_of_script(source),
             "data": Markup(json_in_script(held)),

@@ -30,8 +30,10 @@ STYLE_SHEETS = ("shared/base.css", "shared/heads.css", "view/view.css")
 """Paths of the style sheets of the viewer's page, in the order in which they apply."""
 
 # Regular expressions of the import and export statements that bundled JavaScript modules may use.
-_IMPORT_STATEMENT = re.compile(r"^import (?P<names>\{[\w$, ]+\}) from '(?P<path>\.[^']+)';$", re.MULTILINE)
+_IMPORT_STATEMENT = re.compile(r"^import (?P<names>\{[\w$,\s]+\}) from '(?P<path>\.[^']+)';$", re.MULTILINE)
 _EXPORT_STATEMENT = re.compile(r"^export (?=(?:const|class|function|async function) (?P<name>[\w$]+))", re.MULTILINE)
+# Comments that begin a line, empty lines, and indentation.
+_NOT_NEEDED_BY_BROWSERS = re.compile(r"^[ \t]*(?://.*\n|/\*(?s:.*?)\*/[ \t]*\n|\n)|^[ \t]+", re.MULTILINE)
 
 
 def json_in_script(data: Mapping[str, Any]) -> str:
@@ -76,6 +78,15 @@ def read_package_file(path: str) -> str:
     return (resources.files(package) / name).read_text("utf-8")
 
 
+def compact(source: str) -> str:
+    r"""Leave out of JavaScript or CSS what no browser needs: comments that begin a line, empty lines, and indentation.
+
+    >>> compact("/** Adds.\n * @param {number} a\n */\nconst add = a =>\n  a + 1; // one\n")
+    'const add = a =>\na + 1; // one\n'
+    """
+    return _NOT_NEEDED_BY_BROWSERS.sub("", source)
+
+
 @cache
 def load_template(path: str) -> jinja2.Template:
     """Compile a Jinja template, which escapes values and rejects missing ones; it may extend a template by path."""
@@ -90,7 +101,8 @@ def load_template(path: str) -> jinja2.Template:
 def bundle_script(path: str, replacements: tuple[tuple[str, str], ...] = ()) -> str:
     """Bundle a JavaScript module and the modules it imports into one script, for a page that is a single file.
 
-    Each module becomes a function that runs after the modules it imports and returns its exports.
+    Each module becomes a function that runs after the modules it imports and returns its exports. Lines that are
+    comments, and indentation, are left out.
 
     Args:
         path: the entry module, which no other module imports.
@@ -98,7 +110,7 @@ def bundle_script(path: str, replacements: tuple[tuple[str, str], ...] = ()) -> 
             the module's exports.
 
     Raises:
-        ValueError: a module uses a form of import or export that cannot be bundled.
+        ValueError: a module uses a form of import or export that cannot be bundled, or a template of several lines.
     """
     expression_of_module = dict(replacements)
     lines = [
@@ -122,14 +134,21 @@ def _resolve_import(path: str, relative: str) -> str:
 def _bundle_module(path: str) -> str:
     source = read_package_file(path)
     body = _IMPORT_STATEMENT.sub(
-        lambda found: f"const {found['names']} = modules['{_resolve_import(path, found['path'])}'];", source
+        lambda found: f"const {' '.join(found['names'].split())} = modules['{_resolve_import(path, found['path'])}'];",
+        source,
     )
+    body = compact(body)
     names = ", ".join(found["name"] for found in _EXPORT_STATEMENT.finditer(source))
     body = _EXPORT_STATEMENT.sub("", body)
     if rest := re.search(r"^(import|export)\b.*", body, re.MULTILINE):
         raise ValueError(
             f"{path}: {rest[0]!r} cannot be bundled. "
             "Write import { name } from './file.js' or export const/function/class."
+        )
+    if line := next((each for each in body.splitlines() if each.count("`") % 2), None):
+        raise ValueError(
+            f"{path}: {line!r} begins or ends a template of several lines, whose indentation a bundle would lose. "
+            "Write \\n in a template of one line."
         )
     return f"modules['{path}'] = (() => {{\n{body}return {{ {names} }};\n}})();"
 
@@ -157,7 +176,7 @@ def render_page(
     from markupsafe import Markup  # a dependency of jinja2
 
     return found.render(
-        style=Markup("\n".join(map(read_package_file, styles))),
+        style=Markup(compact("\n".join(map(read_package_file, styles)))),
         script=Markup(source),
         script_hash=hash_of_script(source),
         texts=Markup(json_in_script(texts)),

@@ -41,7 +41,7 @@ def test_the_style_says_nothing_of_the_document_or_its_window() -> None:
     assert not re.search(r"(?<![\w.#-])(html|body)\b|:root|prefers-color-scheme|\d[ds]?v[hw]\b", css)
     assert not re.search(r"@media \((max|min)-width", css)
     assert css.count("{") == css.count("}")
-    assert ".page[data-scheme=dark] {\n  & {" in css
+    assert ".page[data-scheme=dark] {\n& {" in css
 
 
 def test_dark_rules_apply_to_a_dark_page() -> None:

@@ -12,15 +12,16 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from multihead.viewer.page import bundle_script, read_package_file, viewer_style
+from multihead.viewer.page import bundle_script, compact, read_package_file, viewer_style
 from multihead.viewer.responses import page_response
 
 _MAIN_MODULE = "viewer/static/view/main.js"
 _HEAD_MODULE = "viewer/static/view/head.js"
 _HOST_MODULES = ("viewer/static/shared/host.js", "viewer/static/view/host.js")
 
-# Regular expressions for what `translate_to_container` replaces in the style sheet: media queries, the selectors html
-# and body, and units of the window size.
+# Regular expressions for what `translate_to_container` replaces in the style sheet: media queries, the selectors of the
+# document, html and body, and units of the window size.
+_ROOTS = re.compile(r":root,\s+:host")
 _DARK_MEDIA_QUERY = re.compile(r"@media (?:screen and )?\(prefers-color-scheme: dark\) \{(?P<rules>.*?)\n\}", re.DOTALL)
 _WIDTH_MEDIA_QUERY = re.compile(r"@media (?=\((?:max|min)-width:)")
 _DOCUMENT_SELECTOR = re.compile(r"(?<![\w.#-])(?:html|body)(?=[\s.{,:])")
@@ -44,7 +45,7 @@ def javascript_module() -> str:
 @cache
 def stylesheet() -> str:
     """Return the viewer's style sheet, translated from the window to an element, and the widget's own style sheet."""
-    return translate_to_container(viewer_style()) + read_package_file("viewer/widget/static/widget.css")
+    return compact(translate_to_container(viewer_style()) + read_package_file("viewer/widget/static/widget.css"))
 
 
 def translate_to_container(css: str) -> str:
@@ -55,7 +56,7 @@ def translate_to_container(css: str) -> str:
     >>> translate_to_container("@media (max-width: 640px) { .all { padding: 0; } }")
     '@container (max-width: 640px) { .all { padding: 0; } }'
     """
-    css = css.replace(":root, :host", ":root")
+    css = _ROOTS.sub(":root", css)
     # A notebook may use a dark theme on a light system, so the widget's script sets data-scheme instead.
     css = _DARK_MEDIA_QUERY.sub(
         lambda found: f".page[data-scheme=dark] {{{found['rules'].replace(':root', '&')}\n}}", css
