@@ -6,22 +6,25 @@ import { exact } from '../../multihead/viewer/static/shared/numbers.js';
 
 const D = JSON.parse(document.getElementById('data').textContent);
 const SCALE = 'root';
-const headsName = n => n === 1 ? translate('1 head') : translate('heads', { n });
+const headsName = n => (n === 1 ? translate('1 head') : translate('heads', { n }));
 
 // The picture of a head: one pixel per weight; a masked weight is transparent, so that the hatching shows.
 function picture(rows, causal) {
-  const values = Float32Array.from(rows.flatMap((row, i) => row.map((w, j) => causal && j > i ? NaN : w / 1000)));
+  const values = Float32Array.from(rows.flatMap((row, i) => row.map((w, j) => (causal && j > i ? NaN : w / 1000))));
   const canvas = bitmap({ rows: rows.length, cols: rows[0].length, values }, 'ink', SCALE, 1);
   canvas.className = 'map';
   canvas.setAttribute('role', 'img');
   return canvas;
 }
 
-const ramp = () => el('div', { className: 'ramp' }, el('span', { textContent: translate('scale') }), tickedRamp(220, SCALE, 1));
+const ramp = () =>
+  el('div', { className: 'ramp' }, el('span', { textContent: translate('scale') }), tickedRamp(220, SCALE, 1));
 
 function measures(task, look) {
   const cells = Object.entries(look.measures).flatMap(([name, value]) => {
-    const label = el('span', { textContent: translate('measure.' + (task.name === 'one' && name === 'first lookup' ? 'only lookup' : name)) });
+    const label = el('span', {
+      textContent: translate('measure.' + (task.name === 'one' && name === 'first lookup' ? 'only lookup' : name)),
+    });
     if (name === 'entropy') return [label, el('span', { className: 'wide', textContent: value.toFixed(2) })];
     return [label, el('span', {}, el('i', { v: value })), el('b', { textContent: exact(value) })];
   });
@@ -29,34 +32,67 @@ function measures(task, look) {
 }
 
 function show(box, task, chosen) {
-  const course = task.courses.find(one => one.heads === chosen), causal = task.name === 'induction';
+  const course = task.courses.find(one => one.heads === chosen),
+    causal = task.name === 'induction';
   const line = el('p', { className: 'note num', role: 'status', textContent: translate('point') });
   const last = course.moments[course.moments.length - 1];
-  const grid = el('div', { className: 'heads' }, el('span'), ...course.moments.map(moment => el('span', { className: 'hd num', textContent: translate('step', { n: moment.step }) })), el('span', { className: 'hd end', textContent: translate('at the end') }));
+  const grid = el(
+    'div',
+    { className: 'heads' },
+    el('span'),
+    ...course.moments.map(moment =>
+      el('span', { className: 'hd num', textContent: translate('step', { n: moment.step }) }),
+    ),
+    el('span', { className: 'hd end', textContent: translate('at the end') }),
+  );
   grid.style.setProperty('--n', course.moments.length);
   last.looks.forEach((look, i) => {
     const name = causal ? translate('layer head', look) : translate('only head', look);
     grid.append(el('span', { className: 'nm', textContent: name }));
     for (const moment of course.moments) {
-      const rows = moment.looks[i].picture, map = picture(rows, causal);
+      const rows = moment.looks[i].picture,
+        map = picture(rows, causal);
       map.setAttribute('aria-label', `${name}, ${translate('step', { n: moment.step })}`);
       map.onpointermove = event => {
-        const row = Math.min(rows.length - 1, Math.floor(event.offsetY / map.clientHeight * rows.length));
-        const column = Math.min(rows[0].length - 1, Math.floor(event.offsetX / map.clientWidth * rows[0].length));
+        const row = Math.min(rows.length - 1, Math.floor((event.offsetY / map.clientHeight) * rows.length));
+        const column = Math.min(rows[0].length - 1, Math.floor((event.offsetX / map.clientWidth) * rows[0].length));
         const weight = causal && column > row ? translate('hidden') : exact(rows[row][column] / 1000);
         const from = causal ? 0 : 1;
-        line.textContent = `${name}, ${translate('step', { n: moment.step })} · ` + translate(causal ? 'value induction' : 'value lookup', { row: row + from, column: column + from, weight });
+        line.textContent =
+          `${name}, ${translate('step', { n: moment.step })} · ` +
+          translate(causal ? 'value induction' : 'value lookup', { row: row + from, column: column + from, weight });
       };
-      map.onpointerleave = () => { line.textContent = translate('point'); };
+      map.onpointerleave = () => {
+        line.textContent = translate('point');
+      };
       grid.append(map);
     }
     grid.append(measures(task, look));
   });
-  const choice = el('div', { className: 'seg', role: 'group', 'aria-label': translate('choose heads') }, ...task.courses.map(one => el('button', {
-    textContent: headsName(one.heads), 'aria-pressed': String(one.heads === chosen),
-    onclick: () => { show(box, task, one.heads); box.querySelector('[aria-pressed=true]').focus(); },
-  })));
-  const scroll = el('div', { className: 'scroll', tabIndex: 0, role: 'region', 'aria-label': `${document.getElementById('h-' + task.name).textContent} ${headsName(chosen)}` }, grid);
+  const choice = el(
+    'div',
+    { className: 'seg', role: 'group', 'aria-label': translate('choose heads') },
+    ...task.courses.map(one =>
+      el('button', {
+        textContent: headsName(one.heads),
+        'aria-pressed': String(one.heads === chosen),
+        onclick: () => {
+          show(box, task, one.heads);
+          box.querySelector('[aria-pressed=true]').focus();
+        },
+      }),
+    ),
+  );
+  const scroll = el(
+    'div',
+    {
+      className: 'scroll',
+      tabIndex: 0,
+      role: 'region',
+      'aria-label': `${document.getElementById('h-' + task.name).textContent} ${headsName(chosen)}`,
+    },
+    grid,
+  );
   box.dataset.heads = chosen;
   document.querySelector(`[data-note="${task.name}"]`).textContent = task.note;
   box.replaceChildren(el('div', { className: 'bar' }, choice, ramp()), scroll, line);
@@ -65,7 +101,8 @@ function show(box, task, chosen) {
 function draw() {
   palette();
   for (const box of document.querySelectorAll('.looks')) {
-    const task = D.tasks.find(one => one.name === box.dataset.task), heads = task.courses.map(one => one.heads);
+    const task = D.tasks.find(one => one.name === box.dataset.task),
+      heads = task.courses.map(one => one.heads);
     show(box, task, +box.dataset.heads || (heads.includes(2) ? 2 : heads[0]));
   }
 }

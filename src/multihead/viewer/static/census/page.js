@@ -11,80 +11,245 @@ import { definitions, numbersTable, statisticScale, withUnit } from '../shared/s
 import { showRows, table } from '../shared/table.js';
 import { fittedToWindow, whenWidthChanges } from '../shared/window.js';
 import { bars, distribution, headPage } from './head.js';
-import { addressOf, choose, D, kindsOf, LIST, shownStatistic, state, summarised, tableStatistics, TWO } from './record.js';
+import {
+  addressOf,
+  choose,
+  D,
+  kindsOf,
+  LIST,
+  shownStatistic,
+  state,
+  summarised,
+  tableStatistics,
+  TWO,
+} from './record.js';
 
 let shownHead = -1;
 const ends = one => Math.max(1e-9, ...one.values.filter(known).map(Math.abs));
 
 function choice(name, label, options, chosen, choose) {
-  const box = el('select', { name, onchange: event => { choose(event.target.value); overview(); document.querySelector(`select[name=${name}]`).focus(); } }, ...options.map(([value, textContent]) => el('option', { value, textContent, selected: value === chosen })));
+  const box = el(
+    'select',
+    {
+      name,
+      onchange: event => {
+        choose(event.target.value);
+        overview();
+        document.querySelector(`select[name=${name}]`).focus();
+      },
+    },
+    ...options.map(([value, textContent]) => el('option', { value, textContent, selected: value === chosen })),
+  );
   return el('label', {}, label, box);
 }
 
 function choices() {
   $('choices').replaceChildren(
-    choice('statistic', translate('choose.statistic'), D.columns.map(one => [one.id, withUnit(one)]), state.id, id => { choose(id); if (!TWO) state.order = '-' + id; }),
-    choice('of', translate('choose.of'), ['mean', 'median', 'p95', 'max'].map(of => [of, translate('of.' + of)]), state.of, of => { state.of = of; }),
-    ...(TWO ? [choice('shows', translate('choose.shows'), ['A', 'B', 'difference', 'divergence'].map(each => [each, translate('shows.' + each)]), state.shows, shows => { state.shows = shows; })] : []));
+    choice(
+      'statistic',
+      translate('choose.statistic'),
+      D.columns.map(one => [one.id, withUnit(one)]),
+      state.id,
+      id => {
+        choose(id);
+        if (!TWO) state.order = '-' + id;
+      },
+    ),
+    choice(
+      'of',
+      translate('choose.of'),
+      ['mean', 'median', 'p95', 'max'].map(of => [of, translate('of.' + of)]),
+      state.of,
+      of => {
+        state.of = of;
+      },
+    ),
+    ...(TWO
+      ? [
+          choice(
+            'shows',
+            translate('choose.shows'),
+            ['A', 'B', 'difference', 'divergence'].map(each => [each, translate('shows.' + each)]),
+            state.shows,
+            shows => {
+              state.shows = shows;
+            },
+          ),
+        ]
+      : []),
+  );
 }
 
 function cell(one, i, end, wide) {
-  const value = one.values[i], [kind] = kindsOf(i), box = el('span', { className: known(value) ? 'cell' : 'cell none', ...(kind && { k: kind }) });
+  const value = one.values[i],
+    [kind] = kindsOf(i),
+    box = el('span', { className: known(value) ? 'cell' : 'cell none', ...(kind && { k: kind }) });
   if (!known(value)) return box;
-  if (state.shows === 'difference') paint(box, .5 - value / end / 2, 'apart');
+  if (state.shows === 'difference') paint(box, 0.5 - value / end / 2, 'apart');
   else paint(box, tone('linear', value, end));
   if (wide) box.append(one.number(i));
   return box;
 }
 
 function chips() {
-  kindChips($('chips'), LIST.heads.map((_, i) => kindsOf(i)), state.kind, kind => { state.kind = kind; chips(); dim(); headsTable(); });
+  kindChips(
+    $('chips'),
+    LIST.heads.map((_, i) => kindsOf(i)),
+    state.kind,
+    kind => {
+      state.kind = kind;
+      chips();
+      dim();
+      headsTable();
+    },
+  );
 }
 
 function dim() {
-  for (const a of $('grid').querySelectorAll('a')) a.classList.toggle('dim', !!state.kind && !kindsOf(+a.dataset.i).includes(state.kind));
+  for (const a of $('grid').querySelectorAll('a'))
+    a.classList.toggle('dim', !!state.kind && !kindsOf(+a.dataset.i).includes(state.kind));
 }
 
 function grid() {
-  const box = $('grid'), held = box.contains(document.activeElement), one = shownStatistic(), end = ends(one), shape = fittedToWindow(LIST, box);
+  const box = $('grid'),
+    held = box.contains(document.activeElement),
+    one = shownStatistic(),
+    end = ends(one),
+    shape = fittedToWindow(LIST, box);
   drawHeads(box, LIST, shape, i => {
-    const link = el('a', { href: addressOf(i), tabIndex: i === state.lit ? 0 : -1, 'aria-label': [LIST.long(i), kindNames(kindsOf(i)), `${one.label} ${one.text(i)}`, one.level(i)].filter(Boolean).join(', '), onmouseenter: () => inspect(i), onfocus: () => inspect(i) }, cell(one, i, end, shape.cell >= 34));
+    const link = el(
+      'a',
+      {
+        href: addressOf(i),
+        tabIndex: i === state.lit ? 0 : -1,
+        'aria-label': [LIST.long(i), kindNames(kindsOf(i)), `${one.label} ${one.text(i)}`, one.level(i)]
+          .filter(Boolean)
+          .join(', '),
+        onmouseenter: () => inspect(i),
+        onfocus: () => inspect(i),
+      },
+      cell(one, i, end, shape.cell >= 34),
+    );
     link.dataset.i = i;
     return link;
   });
   dim();
   if (held) box.querySelector(`[data-i="${state.lit}"]`).focus();
   const signed = state.shows === 'difference';
-  const marks = (signed ? [[0, end], [50, 0], [100, -end]] : [[0, 0], [100, end]]).map(([left, value]) => [left, value ? (signed && value > 0 ? '+' : '') + one.tick(value) : '0']);
-  $('scale').replaceChildren(...statisticScale(one, signed ? 'apart' : 'ink', marks, translate(signed ? 'scale signed' : 'scale largest')));
+  const marks = (
+    signed
+      ? [
+          [0, end],
+          [50, 0],
+          [100, -end],
+        ]
+      : [
+          [0, 0],
+          [100, end],
+        ]
+  ).map(([left, value]) => [left, value ? (signed && value > 0 ? '+' : '') + one.tick(value) : '0']);
+  $('scale').replaceChildren(
+    ...statisticScale(one, signed ? 'apart' : 'ink', marks, translate(signed ? 'scale signed' : 'scale largest')),
+  );
 }
 
 function inspect(i) {
   state.lit = i;
   for (const a of $('grid').querySelectorAll('a')) a.tabIndex = +a.dataset.i === i ? 0 : -1;
-  $('insp').replaceChildren(el('h3', {}, LIST.long(i), kindTags(kindsOf(i))), el('p', { className: 'path', textContent: LIST.layer(i).name }), ...distribution(state.id, i), numbersTable(D.columns.map(one => summarised(one.id)), i));
+  $('insp').replaceChildren(
+    el('h3', {}, LIST.long(i), kindTags(kindsOf(i))),
+    el('p', { className: 'path', textContent: LIST.layer(i).name }),
+    ...distribution(state.id, i),
+    numbersTable(
+      D.columns.map(one => summarised(one.id)),
+      i,
+    ),
+  );
 }
 
 function headsTable() {
-  const statistics = tableStatistics(), described = i => ({ ...LIST.heads[i], kinds: kindsOf(i), path: LIST.layer(i).name, role: '', aligned: false });
-  table({ kinds: LIST.heads.map((_, i) => kindsOf(i)), statistics, link: i => el('a', { href: addressOf(i), textContent: LIST.short(i) }), path: i => LIST.layer(i).name, passes: i => (!state.kind || kindsOf(i).includes(state.kind)) && fits($('filter').value, statistics, i, described(i)),
-    order: state.order, reorder: order => { state.order = order; }, why: unmatched($('filter').value, statistics, [], LIST.heads.map((_, i) => described(i))), marks: () => [] });
+  const statistics = tableStatistics(),
+    described = i => ({ ...LIST.heads[i], kinds: kindsOf(i), path: LIST.layer(i).name, role: '', aligned: false });
+  table({
+    kinds: LIST.heads.map((_, i) => kindsOf(i)),
+    statistics,
+    link: i => el('a', { href: addressOf(i), textContent: LIST.short(i) }),
+    path: i => LIST.layer(i).name,
+    passes: i =>
+      (!state.kind || kindsOf(i).includes(state.kind)) && fits($('filter').value, statistics, i, described(i)),
+    order: state.order,
+    reorder: order => {
+      state.order = order;
+    },
+    why: unmatched(
+      $('filter').value,
+      statistics,
+      [],
+      LIST.heads.map((_, i) => described(i)),
+    ),
+    marks: () => [],
+  });
 }
 
 function findings() {
-  if (TWO && !D.findings.length) { $('finds').replaceChildren(el('li', { textContent: translate('nothing changed') })); return; }
-  $('finds').replaceChildren(...D.findings.map(({ layer, head, statistic, sentence, count }) => {
-    const i = LIST.index(layer, head), words = el('p', {}, el('b', { textContent: LIST.long(i) }), translate('join.sentences') + sentence, el('small', { textContent: count }));
-    return el('li', {}, el('a', { href: addressOf(i, statistic) }, el('div', {}, ...D.runs.map((_, run) => bars(statistic, i, run))), words));
-  }));
+  if (TWO && !D.findings.length) {
+    $('finds').replaceChildren(el('li', { textContent: translate('nothing changed') }));
+    return;
+  }
+  $('finds').replaceChildren(
+    ...D.findings.map(({ layer, head, statistic, sentence, count }) => {
+      const i = LIST.index(layer, head),
+        words = el(
+          'p',
+          {},
+          el('b', { textContent: LIST.long(i) }),
+          translate('join.sentences') + sentence,
+          el('small', { textContent: count }),
+        );
+      return el(
+        'li',
+        {},
+        el(
+          'a',
+          { href: addressOf(i, statistic) },
+          el('div', {}, ...D.runs.map((_, run) => bars(statistic, i, run))),
+          words,
+        ),
+      );
+    }),
+  );
 }
 
 // The kinds that heads have, with their chance and the heads with the largest shares.
 function kindsFound({ label, found }, run) {
-  const heading = ['kind', 'heads', 'chance', 'largest shares'].map(key => el('th', { scope: 'col', textContent: translate('found.' + key) }));
-  const rows = found.map(({ kind, number, chance, best }) => el('tr', {}, el('th', { scope: 'row' }, kindTags([kind])), el('td', { textContent: number }), el('td', { textContent: chance }),
-    el('td', {}, ...best.flatMap(({ layer, head, share }) => { const i = LIST.index(layer, head); return [el('a', { href: addressOf(i), textContent: `${LIST.short(i)} ${share}` }), ' ']; }))));
-  return el('div', {}, ...(TWO ? [el('h3', { textContent: `${'AB'[run]}: ${label}` })] : []), rows.length ? el('table', { className: 'found' }, el('thead', {}, el('tr', {}, ...heading)), el('tbody', {}, ...rows)) : el('p', { className: 'note', textContent: translate('no kinds') }));
+  const heading = ['kind', 'heads', 'chance', 'largest shares'].map(key =>
+    el('th', { scope: 'col', textContent: translate('found.' + key) }),
+  );
+  const rows = found.map(({ kind, number, chance, best }) =>
+    el(
+      'tr',
+      {},
+      el('th', { scope: 'row' }, kindTags([kind])),
+      el('td', { textContent: number }),
+      el('td', { textContent: chance }),
+      el(
+        'td',
+        {},
+        ...best.flatMap(({ layer, head, share }) => {
+          const i = LIST.index(layer, head);
+          return [el('a', { href: addressOf(i), textContent: `${LIST.short(i)} ${share}` }), ' '];
+        }),
+      ),
+    ),
+  );
+  return el(
+    'div',
+    {},
+    ...(TWO ? [el('h3', { textContent: `${'AB'[run]}: ${label}` })] : []),
+    rows.length
+      ? el('table', { className: 'found' }, el('thead', {}, el('tr', {}, ...heading)), el('tbody', {}, ...rows))
+      : el('p', { className: 'note', textContent: translate('no kinds') }),
+  );
 }
 
 function firstScreen() {
@@ -102,12 +267,18 @@ function overview() {
   headsTable();
 }
 
-let opened = '';  // the statistic that the page of the head shows
-const openHead = () => headPage(shownHead, opened, id => { choose(id); location.replace(addressOf(shownHead)); });
+let opened = ''; // the statistic that the page of the head shows
+const openHead = () =>
+  headPage(shownHead, opened, id => {
+    choose(id);
+    location.replace(addressOf(shownHead));
+  });
 
 function route() {
-  const place = location.hash.match(/^#L(\d+)H(\d+)(?:\/(\w+))?$/), i = place ? LIST.index(+place[1], +place[2]) : -1, before = shownHead;
-  if (i < 0 && location.hash && location.hash !== '#' && before < 0) return;  // a link inside the page of all heads
+  const place = location.hash.match(/^#L(\d+)H(\d+)(?:\/(\w+))?$/),
+    i = place ? LIST.index(+place[1], +place[2]) : -1,
+    before = shownHead;
+  if (i < 0 && location.hash && location.hash !== '#' && before < 0) return; // a link inside the page of all heads
   if (i >= 0) opened = D.columns.some(one => one.id === place[3]) ? place[3] : D.own[i];
   shownHead = i;
   $('all').hidden = i >= 0;
@@ -131,27 +302,60 @@ function route() {
 
 function draw() {
   palette();
-  if (shownHead >= 0) openHead(); else overview();
+  if (shownHead >= 0) openHead();
+  else overview();
 }
 
 addEventListener('keydown', event => {
   if (/INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
-  if (event.key === 'Escape' && shownHead >= 0) { location.hash = ''; return; }
-  const next = shownHead >= 0 ? /Left|Right/.test(event.key) ? LIST.moved(shownHead, event.key) : undefined : $('grid').contains(event.target) ? LIST.moved(state.lit, event.key) : undefined;
+  if (event.key === 'Escape' && shownHead >= 0) {
+    location.hash = '';
+    return;
+  }
+  const next =
+    shownHead >= 0
+      ? /Left|Right/.test(event.key)
+        ? LIST.moved(shownHead, event.key)
+        : undefined
+      : $('grid').contains(event.target)
+        ? LIST.moved(state.lit, event.key)
+        : undefined;
   if (next === undefined) return;
   event.preventDefault();
   if (next < 0) return;
-  if (shownHead >= 0) location.replace(addressOf(next)); else $('grid').querySelector(`[data-i="${next}"]`).focus();
+  if (shownHead >= 0) location.replace(addressOf(next));
+  else $('grid').querySelector(`[data-i="${next}"]`).focus();
 });
 addEventListener('hashchange', route);
 dark.addEventListener('change', draw);
-whenWidthChanges(() => { if (shownHead < 0) { grid(); inspect(state.lit); } });
+whenWidthChanges(() => {
+  if (shownHead < 0) {
+    grid();
+    inspect(state.lit);
+  }
+});
 $('filter').oninput = headsTable;
-addEventListener('beforeprint', () => { showRows(true); headsTable(); });
-addEventListener('afterprint', () => { showRows(false); headsTable(); });
+addEventListener('beforeprint', () => {
+  showRows(true);
+  headsTable();
+});
+addEventListener('afterprint', () => {
+  showRows(false);
+  headsTable();
+});
 
 palette();
 definitions($('defs'), D.columns, LIST.heads.some((_, i) => kindsOf(i).length) ? D.legend : []);
-$('helps').append(helpButton([[['←', '→', '↑', '↓'], 'press.neighbour'], [['Enter'], 'press.open'], [['Esc'], 'press.back'], [['?'], 'press.help']], [[translate('shows.divergence'), translate('divergence words')], chanceWords()]));
+$('helps').append(
+  helpButton(
+    [
+      [['←', '→', '↑', '↓'], 'press.neighbour'],
+      [['Enter'], 'press.open'],
+      [['Esc'], 'press.back'],
+      [['?'], 'press.help'],
+    ],
+    [[translate('shows.divergence'), translate('divergence words')], chanceWords()],
+  ),
+);
 overview();
 route();

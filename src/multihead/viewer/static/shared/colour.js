@@ -8,16 +8,20 @@ const RAMPS = {
     light: '#FBFAF7 #BFDFF1 #86C2E6 #54A3DA #387FCA #325AB4 #32388E #281E5E #150D2C',
     dark: '#101317 #1C2C4C #26477B #2966A2 #2B88C0 #30ADC8 #57CFC4 #A9E9B6 #FBF9CE',
   },
-  apart: {  // orange: more in B; paper: equal; blue: more in A
+  apart: {
+    // orange: more in B; paper: equal; blue: more in A
     light: '#7F3203 #C7692C #EEB88C #FBFAF7 #98CCEB #458ACE #2D4498',
     dark: '#FEC677 #C16E2D #613521 #101317 #274172 #338FC7 #91E0EE',
   },
 };
-const MIN_WEIGHT = 1e-5;  // the log scale runs from 0.001 % to 100 %, the same at every zoom
+const MIN_WEIGHT = 1e-5; // the log scale runs from 0.001 % to 100 %, the same at every zoom
 export const SCALES = {
-  linear: { at: (w, top) => top > 0 ? w / top : 0, ticks: top => [0, top / 4, top / 2, top * 3 / 4, top] },
-  root: { at: (w, top) => top > 0 ? Math.sqrt(w / top) : 0, ticks: top => [0, .01, .1, .25, .5, 1].map(share => share * top) },
-  log: { at: w => w <= MIN_WEIGHT ? 0 : 1 + Math.log10(w) / 5, ticks: () => [MIN_WEIGHT, 1e-4, 1e-3, .01, .1, 1] },
+  linear: { at: (w, top) => (top > 0 ? w / top : 0), ticks: top => [0, top / 4, top / 2, (top * 3) / 4, top] },
+  root: {
+    at: (w, top) => (top > 0 ? Math.sqrt(w / top) : 0),
+    ticks: top => [0, 0.01, 0.1, 0.25, 0.5, 1].map(share => share * top),
+  },
+  log: { at: w => (w <= MIN_WEIGHT ? 0 : 1 + Math.log10(w) / 5), ticks: () => [MIN_WEIGHT, 1e-4, 1e-3, 0.01, 0.1, 1] },
 };
 
 // The end of the √ scale: 100 % for single weights, so that all maps compare; for means the largest one in view, rounded
@@ -27,14 +31,17 @@ export function rootEnd(largest, single) {
 }
 const luts = { ink: new Uint8ClampedArray(768), apart: new Uint8ClampedArray(768) };
 let paper = 0;
-let turn = 0;  // counts the palettes, so that tables made for an old one are rebuilt
+let turn = 0; // counts the palettes, so that tables made for an old one are rebuilt
 
 export function palette() {
   turn++;
   for (const [name, ramps] of Object.entries(RAMPS)) {
-    const stops = ramps[dark.matches ? 'dark' : 'light'].split(' ').map(hex => [1, 3, 5].map(k => parseInt(hex.slice(k, k + 2), 16)));
+    const stops = ramps[dark.matches ? 'dark' : 'light']
+      .split(' ')
+      .map(hex => [1, 3, 5].map(k => parseInt(hex.slice(k, k + 2), 16)));
     for (let i = 0; i < 256; i++) {
-      const place = i / 255 * (stops.length - 1), a = Math.min(stops.length - 2, Math.floor(place));
+      const place = (i / 255) * (stops.length - 1),
+        a = Math.min(stops.length - 2, Math.floor(place));
       for (let c = 0; c < 3; c++) luts[name][i * 3 + c] = stops[a][c] + (stops[a + 1][c] - stops[a][c]) * (place - a);
     }
   }
@@ -44,43 +51,62 @@ export function palette() {
 
 const roles = new Map();
 export function css(role) {
-  if (!roles.has(role)) roles.set(role, getComputedStyle(frame).getPropertyValue('--' + role).trim());
+  if (!roles.has(role))
+    roles.set(
+      role,
+      getComputedStyle(frame)
+        .getPropertyValue('--' + role)
+        .trim(),
+    );
   return roles.get(role);
 }
 
 const place = t => Math.round(255 * Math.max(0, Math.min(1, t))) * 3;
-const pixel = (lut, t) => { const k = place(t), c = luts[lut]; return (255 << 24 | c[k + 2] << 16 | c[k + 1] << 8 | c[k]) >>> 0; };
-export const rgb = (lut, t) => { const k = place(t), c = luts[lut]; return `rgb(${c[k]},${c[k + 1]},${c[k + 2]})`; };
-export const tone = (scale, w, top) => w > 0 ? Math.max(0, Math.min(1, SCALES[scale].at(w, top))) : 0;
+const pixel = (lut, t) => {
+  const k = place(t),
+    c = luts[lut];
+  return ((255 << 24) | (c[k + 2] << 16) | (c[k + 1] << 8) | c[k]) >>> 0;
+};
+export const rgb = (lut, t) => {
+  const k = place(t),
+    c = luts[lut];
+  return `rgb(${c[k]},${c[k + 1]},${c[k + 2]})`;
+};
+export const tone = (scale, w, top) => (w > 0 ? Math.max(0, Math.min(1, SCALES[scale].at(w, top))) : 0);
 
 // Black or white text, whichever has a contrast of 4.5 : 1 on this tone: the border is at relative luminance .179.
 function inkOn(lut, t) {
-  const luminance = [.2126, .7152, .0722].reduce((sum, weight, c) => {
+  const luminance = [0.2126, 0.7152, 0.0722].reduce((sum, weight, c) => {
     const v = luts[lut][place(t) + c] / 255;
-    return sum + weight * (v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    return sum + weight * (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
   }, 0);
-  return luminance > .179 ? '#000' : '#fff';
+  return luminance > 0.179 ? '#000' : '#fff';
 }
 
 export function paint(span, t, lut = 'ink') {
-  const shown = lut !== 'ink' || t > .02;
+  const shown = lut !== 'ink' || t > 0.02;
   span.style.background = shown ? rgb(lut, t) : '';
   span.style.color = shown ? inkOn(lut, t) : '';
 }
 
 // A colour for each possible upper half of a float: sign, exponent and nine bits of the fraction. One step is smaller
 // than a tone, so a cell costs one look-up instead of a logarithm.
-const SHIFT = 14, tables = new Map();
+const SHIFT = 14,
+  tables = new Map();
 function table(lut, scale, top) {
-  const key = scale === 'log' ? `${lut} log` : `${lut} ${scale} ${top}`, kept = tables.get(key);
+  const key = scale === 'log' ? `${lut} log` : `${lut} ${scale} ${top}`,
+    kept = tables.get(key);
   if (kept?.turn === turn) return kept.colours;
-  const half = 1 << 31 - SHIFT, bits = new Uint32Array(half), colours = new Uint32Array(half * 2);
-  for (let i = 0; i < half; i++) bits[i] = (i << SHIFT | 1 << SHIFT - 1) >>> 0;
-  const values = new Float32Array(bits.buffer), infinite = 0x7f800000 >>> SHIFT;
+  const half = 1 << (31 - SHIFT),
+    bits = new Uint32Array(half),
+    colours = new Uint32Array(half * 2);
+  for (let i = 0; i < half; i++) bits[i] = ((i << SHIFT) | (1 << (SHIFT - 1))) >>> 0;
+  const values = new Float32Array(bits.buffer),
+    infinite = 0x7f800000 >>> SHIFT;
   for (let i = 0; i < infinite; i++) {
     const t = tone(scale, values[i], top);
-    colours[i] = lut === 'ink' ? pixel('ink', t) : pixel('apart', .5 + t / 2);
-    colours[half + i] = lut === 'ink' ? paper : pixel('apart', .5 - t / 2);
+    colours[i] = lut === 'ink' ? pixel('ink', t) : pixel('apart', 0.5 + t / 2);
+    colours[half + i] = lut === 'ink' ? paper : pixel('apart', 0.5 - t / 2);
   }
   if (tables.size > 5) tables.delete(tables.keys().next().value);
   tables.set(key, { turn, colours });
@@ -92,8 +118,10 @@ export function bitmap({ rows, cols, values }, lut, scale, top) {
   const canvas = document.createElement('canvas');
   canvas.width = Math.max(1, cols);
   canvas.height = Math.max(1, rows);
-  const pen = canvas.getContext('2d'), image = pen.createImageData(canvas.width, canvas.height);
-  const out = new Uint32Array(image.data.buffer), colours = table(lut, scale, top);
+  const pen = canvas.getContext('2d'),
+    image = pen.createImageData(canvas.width, canvas.height);
+  const out = new Uint32Array(image.data.buffer),
+    colours = table(lut, scale, top);
   const bits = new Uint32Array(values.buffer, values.byteOffset, values.length);
   for (let i = 0; i < rows * cols; i++) out[i] = colours[bits[i] >>> SHIFT];
   pen.putImageData(image, 0, 0);
@@ -114,12 +142,19 @@ export function sized(canvas, width, height) {
 }
 
 export function hatching(pen, size = 7) {
-  const ratio = devicePixelRatio || 1, tile = document.createElement('canvas'), side = Math.round(size * ratio);
+  const ratio = devicePixelRatio || 1,
+    tile = document.createElement('canvas'),
+    side = Math.round(size * ratio);
   tile.width = tile.height = side;
   const line = tile.getContext('2d');
   line.strokeStyle = css('hatch');
   line.lineWidth = ratio;
-  for (const at of [-side, 0, side]) { line.beginPath(); line.moveTo(at - 1, side + 1); line.lineTo(at + side + 1, -1); line.stroke(); }
+  for (const at of [-side, 0, side]) {
+    line.beginPath();
+    line.moveTo(at - 1, side + 1);
+    line.lineTo(at + side + 1, -1);
+    line.stroke();
+  }
   const pattern = pen.createPattern(tile, 'repeat');
   pattern.setTransform(new DOMMatrix().scale(1 / ratio));
   return pattern;

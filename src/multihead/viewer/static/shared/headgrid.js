@@ -2,39 +2,95 @@
 import { el, translate } from './dom.js';
 import { roleName } from './kinds.js';
 
-const BETWEEN = 28, WORDS = 30, ROLES = 84;  // pixels between columns, and of the labels of layers
+const BETWEEN = 28,
+  WORDS = 30,
+  ROLES = 84; // pixels between columns, and of the labels of layers
 const hasRoles = list => list.layers.some(layer => layer.role);
 
 // Choose the number of columns of layers and the size of a cell so that cells are as large as fits into the width and `high` pixels;
 // a phone has one column. list: a HeadList; low: the least pixels for `high`; largest: the largest cell.
 export function fitted(list, width, { phone, high = 0, low = 520, largest = 110 }) {
-  const layers = list.layers.length, heads = list.widest, tall = Math.max(low, high), least = phone ? 20 : 16;
+  const layers = list.layers.length,
+    heads = list.widest,
+    tall = Math.max(low, high),
+    least = phone ? 20 : 16;
   let best = { score: 0 };
   for (let columns = 1; columns <= (phone ? 1 : Math.min(4, layers)); columns++) {
-    const gap = heads > 16 || phone ? 3 : 5, across = ((width - (columns - 1) * BETWEEN) / columns - (hasRoles(list) ? ROLES : WORDS)) / heads - gap, down = tall / Math.ceil(layers / columns) - gap;
-    if (columns > 1 && across < least) break;  // it would have to be scrolled
+    const gap = heads > 16 || phone ? 3 : 5,
+      across = ((width - (columns - 1) * BETWEEN) / columns - (hasRoles(list) ? ROLES : WORDS)) / heads - gap,
+      down = tall / Math.ceil(layers / columns) - gap;
+    if (columns > 1 && across < least) break; // it would have to be scrolled
     const score = Math.min(largest, across, down);
-    if (score > best.score * 1.15) best = { columns, gap, score, cell: Math.floor(Math.min(largest, across, Math.max(down, 40))) };
+    if (score > best.score * 1.15)
+      best = { columns, gap, score, cell: Math.floor(Math.min(largest, across, Math.max(down, 40))) };
   }
   const columns = best.columns ?? 1;
-  return { columns, perColumn: Math.ceil(layers / columns), gap: best.gap ?? 3, cell: Math.max(least, best.cell ?? 0), phone };
+  return {
+    columns,
+    perColumn: Math.ceil(layers / columns),
+    gap: best.gap ?? 3,
+    cell: Math.max(least, best.cell ?? 0),
+    phone,
+  };
 }
 
 // Fill a box with the heads of a HeadList. shape: of `fitted`; cell(i): the element of head i; finish(row, layer) adds to the row of a
 // layer.
 export function drawHeads(box, list, shape, cell, finish = () => {}) {
-  const { cell: size, columns, gap, perColumn, phone } = shape, step = size < 17 ? 4 : 1, rows = [];
-  const letter = name => size < 30 || phone ? '' : name;
-  for (const [name, value] of Object.entries({ '--cell': `${size}px`, '--gap': `${gap}px`, '--H': list.widest, '--rows': perColumn + 1, '--columns': columns })) box.style.setProperty(name, value);
+  const { cell: size, columns, gap, perColumn, phone } = shape,
+    step = size < 17 ? 4 : 1,
+    rows = [];
+  const letter = name => (size < 30 || phone ? '' : name);
+  for (const [name, value] of Object.entries({
+    '--cell': `${size}px`,
+    '--gap': `${gap}px`,
+    '--H': list.widest,
+    '--rows': perColumn + 1,
+    '--columns': columns,
+  }))
+    box.style.setProperty(name, value);
   box.classList.toggle('small', size < 30);
   box.classList.toggle('roles', hasRoles(list));
   // Each column of layers has its own heading; screen readers read the first one.
-  const heading = first => el('div', first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' }, el('span', first ? { role: 'columnheader' } : {}, ...(first ? [el('span', { className: 'vh', textContent: translate('layer column') })] : [])),
-    ...Array.from({ length: list.widest }, (_, h) => el('span', { className: 'ax', ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}), textContent: h % step ? '' : letter('H') + h })));
+  const heading = first =>
+    el(
+      'div',
+      first ? { className: 'gr head', role: 'row' } : { className: 'gr head', 'aria-hidden': 'true' },
+      el(
+        'span',
+        first ? { role: 'columnheader' } : {},
+        ...(first ? [el('span', { className: 'vh', textContent: translate('layer column') })] : []),
+      ),
+      ...Array.from({ length: list.widest }, (_, h) =>
+        el('span', {
+          className: 'ax',
+          ...(first ? { role: 'columnheader', 'aria-label': `H${h}` } : {}),
+          textContent: h % step ? '' : letter('H') + h,
+        }),
+      ),
+    );
   list.layers.forEach((layer, place) => {
     if (place % perColumn === 0) rows.push(heading(!place));
-    const role = roleName(layer.role), label = el('span', { className: 'ax l', role: 'rowheader', title: layer.name, 'aria-label': ['L' + layer.number, role, layer.name].filter(Boolean).join(' ') }, letter('L') + layer.number, ...(role ? [el('small', { textContent: role })] : []));
-    const row = el('div', { className: 'gr', role: 'row' }, label, ...Array.from({ length: layer.heads }, (_, h) => el('span', { role: 'gridcell' }, cell(list.index(layer.number, h)))));
+    const role = roleName(layer.role),
+      label = el(
+        'span',
+        {
+          className: 'ax l',
+          role: 'rowheader',
+          title: layer.name,
+          'aria-label': ['L' + layer.number, role, layer.name].filter(Boolean).join(' '),
+        },
+        letter('L') + layer.number,
+        ...(role ? [el('small', { textContent: role })] : []),
+      );
+    const row = el(
+      'div',
+      { className: 'gr', role: 'row' },
+      label,
+      ...Array.from({ length: layer.heads }, (_, h) =>
+        el('span', { role: 'gridcell' }, cell(list.index(layer.number, h))),
+      ),
+    );
     finish(row, layer);
     rows.push(row);
   });

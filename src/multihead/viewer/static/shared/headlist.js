@@ -12,19 +12,35 @@ export class HeadList {
     this.widest = Math.max(...layers.map(layer => layer.heads));
   }
 
-  has(l, h) { return h >= 0 && h < (this.numbered.get(l)?.heads ?? 0); }
-  index(l, h) { return this.has(l, h) ? this.first.get(l) + h : -1; }
-  layer(i) { return this.numbered.get(this.heads[i].l); }
-  short(i) { return `L${this.heads[i].l}${NBSP}H${this.heads[i].h}`; }
-  long(i) { return translate('layer head', { layer: this.heads[i].l, head: this.heads[i].h }); }
+  has(l, h) {
+    return h >= 0 && h < (this.numbered.get(l)?.heads ?? 0);
+  }
+  index(l, h) {
+    return this.has(l, h) ? this.first.get(l) + h : -1;
+  }
+  layer(i) {
+    return this.numbered.get(this.heads[i].l);
+  }
+  short(i) {
+    return `L${this.heads[i].l}${NBSP}H${this.heads[i].h}`;
+  }
+  long(i) {
+    return translate('layer head', { layer: this.heads[i].l, head: this.heads[i].h });
+  }
 
   // The head to which a key moves from head i in the grid, -1 at its border, undefined for other keys.
   moved(i, key) {
-    const { l, h } = this.heads[i], layer = this.layer(i), place = this.layers.indexOf(layer);
-    const near = other => other ? this.index(other.number, Math.min(h, other.heads - 1)) : -1;
+    const { l, h } = this.heads[i],
+      layer = this.layer(i),
+      place = this.layers.indexOf(layer);
+    const near = other => (other ? this.index(other.number, Math.min(h, other.heads - 1)) : -1);
     return {
-      ArrowLeft: this.index(l, h - 1), ArrowRight: this.index(l, h + 1), ArrowUp: near(this.layers[place - 1]), ArrowDown: near(this.layers[place + 1]),
-      Home: this.index(l, 0), End: this.index(l, layer.heads - 1),
+      ArrowLeft: this.index(l, h - 1),
+      ArrowRight: this.index(l, h + 1),
+      ArrowUp: near(this.layers[place - 1]),
+      ArrowDown: near(this.layers[place + 1]),
+      Home: this.index(l, 0),
+      End: this.index(l, layer.heads - 1),
     }[key];
   }
 }

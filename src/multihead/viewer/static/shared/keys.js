@@ -2,5 +2,9 @@
 import { before } from './host.js';
 
 export const keys = { used: false };
-before('keydown', event => { if (!/^(Shift|Control|Alt|Meta)$/.test(event.key)) keys.used = true; });
-before('pointerdown', () => { keys.used = false; });
+before('keydown', event => {
+  if (!/^(Shift|Control|Alt|Meta)$/.test(event.key)) keys.used = true;
+});
+before('pointerdown', () => {
+  keys.used = false;
+});

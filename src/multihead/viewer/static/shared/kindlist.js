@@ -13,4 +13,5 @@ export const statisticOf = id => known(id)?.statistic;
 export const isOutline = id => !!known(id)?.repeats;
 
 // One of a kind’s two colours: on a light page --light has no value and --dark is empty, on a dark page the reverse.
-export const colourOf = id => known(id) ? `var(--light, ${known(id).colour[0]}) var(--dark, ${known(id).colour[1]})` : 'var(--line2)';
+export const colourOf = id =>
+  known(id) ? `var(--light, ${known(id).colour[0]}) var(--dark, ${known(id).colour[1]})` : 'var(--line2)';

@@ -4,39 +4,84 @@ import { el, NBSP, translate } from './dom.js';
 import { exact } from './numbers.js';
 
 export function ramp(lut, width, height = 10) {
-  const canvas = el('canvas', { 'aria-hidden': 'true' }), pen = sized(canvas, width, height);
-  for (let x = 0; x < width; x++) { pen.fillStyle = rgb(lut, x / (width - 1)); pen.fillRect(x, 0, 1, height); }
+  const canvas = el('canvas', { 'aria-hidden': 'true' }),
+    pen = sized(canvas, width, height);
+  for (let x = 0; x < width; x++) {
+    pen.fillStyle = rgb(lut, x / (width - 1));
+    pen.fillRect(x, 0, 1, height);
+  }
   return canvas;
 }
 
 // A ramp with ticks at their positions; `top` is the end of the linear and the √ scale.
 export function tickedRamp(width, scale, top) {
-  const ticks = SCALES[scale].ticks(top), at = w => tone(scale, w, top);
+  const ticks = SCALES[scale].ticks(top),
+    at = w => tone(scale, w, top);
   // A label needs 30 pixels; the first one of the log scale is longer.
-  const room = n => n === 1 && scale === 'log' ? 90 : 30;
-  const apart = ticks.filter((w, n) => !n || n === ticks.length - 1 || ((at(w) - at(ticks[n - 1])) * width > room(n) && (at(ticks.at(-1)) - at(w)) * width > 30));
-  return markedRamp('ink', width, apart.map(w => [at(w) * 100, w === 0 ? '0' : (scale === 'log' && w === ticks[0] ? '≤ ' : '') + +(w * 100).toPrecision(3) + NBSP + '%']));
+  const room = n => (n === 1 && scale === 'log' ? 90 : 30);
+  const apart = ticks.filter(
+    (w, n) =>
+      !n ||
+      n === ticks.length - 1 ||
+      ((at(w) - at(ticks[n - 1])) * width > room(n) && (at(ticks.at(-1)) - at(w)) * width > 30),
+  );
+  return markedRamp(
+    'ink',
+    width,
+    apart.map(w => [
+      at(w) * 100,
+      w === 0 ? '0' : (scale === 'log' && w === ticks[0] ? '≤ ' : '') + +(w * 100).toPrecision(3) + NBSP + '%',
+    ]),
+  );
 }
 
 // A ramp with marks below it, each [percent of the width, text].
-export const markedRamp = (lut, width, marks) => el('div', {}, ramp(lut, width), el('div', { className: 'ticks' }, ...marks.map(([left, textContent]) => {
-  const mark = el('span', { textContent });
-  mark.style.left = left + '%';
-  return mark;
-})));
+export const markedRamp = (lut, width, marks) =>
+  el(
+    'div',
+    {},
+    ramp(lut, width),
+    el(
+      'div',
+      { className: 'ticks' },
+      ...marks.map(([left, textContent]) => {
+        const mark = el('span', { textContent });
+        mark.style.left = left + '%';
+        return mark;
+      }),
+    ),
+  );
 
 // The ramp of a difference A − B, from −end to +end, which are percentages unless `form` writes them otherwise.
-export const signedRamp = (width, end, form = exact) => markedRamp('apart', width, [[0, '−' + form(end)], [50, '0'], [100, '+' + form(end)]]);
+export const signedRamp = (width, end, form = exact) =>
+  markedRamp('apart', width, [
+    [0, '−' + form(end)],
+    [50, '0'],
+    [100, '+' + form(end)],
+  ]);
 
 export function scaleChoice(chosen, choose) {
-  return el('span', { className: 'seg', role: 'group', 'aria-label': translate('scale.label') }, ...Object.keys(SCALES).map(name => el('button', {
-    textContent: translate('scale.' + name), 'aria-pressed': String(name === chosen), title: translate('scale.hint.' + name), onclick: () => choose(name),
-  })));
+  return el(
+    'span',
+    { className: 'seg', role: 'group', 'aria-label': translate('scale.label') },
+    ...Object.keys(SCALES).map(name =>
+      el('button', {
+        textContent: translate('scale.' + name),
+        'aria-pressed': String(name === chosen),
+        title: translate('scale.hint.' + name),
+        onclick: () => choose(name),
+      }),
+    ),
+  );
 }
 
 // What a cell of a map is: one weight, or the mean of a block of weights [rows, columns].
 export const isSingle = ([rows, columns]) => rows * columns === 1;
-export const blockNote = ([rows, columns]) => isSingle([rows, columns]) ? translate('cell.weight') : translate('cell.mean', { rows, columns });
+export const blockNote = ([rows, columns]) =>
+  isSingle([rows, columns]) ? translate('cell.weight') : translate('cell.mean', { rows, columns });
 
 // The note on one map: its cells, and where its scale ends; the log scale ends at 100 % always.
-export const cellNote = (block, scale, top) => [blockNote(block), ...(scale === 'log' ? [] : [translate('scale.end', { end: exact(top) })])].join(translate('join.sentences'));
+export const cellNote = (block, scale, top) =>
+  [blockNote(block), ...(scale === 'log' ? [] : [translate('scale.end', { end: exact(top) })])].join(
+    translate('join.sentences'),
+  );

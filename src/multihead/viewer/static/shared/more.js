@@ -9,6 +9,10 @@ const MORE = 500;
 export function moreButton(button, n, shown, show) {
   const left = n > shown;
   button.hidden = n <= FIRST;
-  button.textContent = !left ? translate('show fewer') : n <= shown + MORE ? translate('show all', { n: count(n) }) : translate('show more', { n: MORE });
+  button.textContent = !left
+    ? translate('show fewer')
+    : n <= shown + MORE
+      ? translate('show all', { n: count(n) })
+      : translate('show more', { n: MORE });
   button.onclick = () => show(left ? shown + MORE : FIRST);
 }

@@ -6,7 +6,7 @@ export const known = value => value !== null && value !== undefined && Number.is
 // The end of a scale: a value rounded up to 1, 2 or 5 times a power of ten.
 export function roundedUp(value) {
   const ten = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].find(m => m * ten >= value * .999) * ten;
+  return [1, 2, 5, 10].find(m => m * ten >= value * 0.999) * ten;
 }
 
 // Add an index to `best`, the indices of the `most` largest values so far, the largest first.
@@ -26,14 +26,15 @@ export function signed(value, digits) {
 }
 
 // A share in per cent for tables: one decimal below ten, none above.
-export const share = w => (w * 100).toFixed(Math.abs(w) < .0995 ? 1 : 0);
+export const share = w => (w * 100).toFixed(Math.abs(w) < 0.0995 ? 1 : 0);
 export const percent = w => share(w) + NBSP + '%';
 
 // A weight in per cent with about two digits; below 0.001 % as a power of ten.
 export function short(w) {
   if (!(w > 0)) return w === 0 ? '0' : '–';
   const p = w * 100;
-  if (p >= .001) return (p >= 9.95 ? p.toFixed(0) : p >= .0995 ? p.toFixed(1) : String(+p.toPrecision(1))) + NBSP + '%';
+  if (p >= 0.001)
+    return (p >= 9.95 ? p.toFixed(0) : p >= 0.0995 ? p.toFixed(1) : String(+p.toPrecision(1))) + NBSP + '%';
   const [digit, power] = p.toExponential(0).split('e-');
   return `${digit}·10⁻${[...power].map(d => '⁰¹²³⁴⁵⁶⁷⁸⁹'[d]).join('')}${NBSP}%`;
 }
@@ -41,5 +42,5 @@ export function short(w) {
 // A weight in per cent with three digits.
 export function exact(w) {
   const p = w * 100;
-  return p >= .001 || p === 0 ? +p.toPrecision(3) + NBSP + '%' : short(w);
+  return p >= 0.001 || p === 0 ? +p.toPrecision(3) + NBSP + '%' : short(w);
 }

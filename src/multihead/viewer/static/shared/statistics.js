@@ -14,21 +14,35 @@ function writer(format) {
 // One statistic: values per head; full(i), if given, is the largest value possible for head i; chance, if known, is what
 // an even spread over the visible keys gives, per head.
 export function statistic({ id, label, unit, format, about, focus = false }, values, full, chance = []) {
-  const show = writer(format), percentage = format === 'share', max = Math.max(1e-9, ...values.filter(known)), top = percentage ? () => 1 : full ?? (() => max);
+  const show = writer(format),
+    percentage = format === 'share',
+    max = Math.max(1e-9, ...values.filter(known)),
+    top = percentage ? () => 1 : (full ?? (() => max));
   return {
-    id, label, about, focus, values, unit, times: percentage ? 100 : 1, percentage,
-    filled: i => known(values[i]) ? values[i] / (top(i) || 1) : 0,
-    number: i => known(values[i]) ? show(values[i]) : '–',
-    text: i => known(values[i]) ? show(values[i]) + (percentage ? NBSP + '%' : '') : '–',
+    id,
+    label,
+    about,
+    focus,
+    values,
+    unit,
+    times: percentage ? 100 : 1,
+    percentage,
+    filled: i => (known(values[i]) ? values[i] / (top(i) || 1) : 0),
+    number: i => (known(values[i]) ? show(values[i]) : '–'),
+    text: i => (known(values[i]) ? show(values[i]) + (percentage ? NBSP + '%' : '') : '–'),
     tick: value => +(value * (percentage ? 100 : 1)).toPrecision(3) + (percentage ? ' %' : ''),
-    chance: chance.map(value => known(value) ? show(value) : ''),
-    level: i => known(chance[i]) ? translate('chance', { n: show(chance[i]) + (percentage ? NBSP + '%' : '') }) : '',
+    chance: chance.map(value => (known(value) ? show(value) : '')),
+    level: i => (known(chance[i]) ? translate('chance', { n: show(chance[i]) + (percentage ? NBSP + '%' : '') }) : ''),
   };
 }
-export const withUnit = one => one.unit ? translate('label and unit', { label: one.label, unit: one.unit }) : one.label;
+export const withUnit = one =>
+  one.unit ? translate('label and unit', { label: one.label, unit: one.unit }) : one.label;
 
 // The scale of a statistic below a grid: a ramp with marks, and a note after the name of the statistic.
-export const statisticScale = (one, lut, marks, note) => [markedRamp(lut, 320, marks), el('div', { className: 'note', textContent: [withUnit(one), note].join(translate('join.parts')) })];
+export const statisticScale = (one, lut, marks, note) => [
+  markedRamp(lut, 320, marks),
+  el('div', { className: 'note', textContent: [withUnit(one), note].join(translate('join.parts')) }),
+];
 
 // The chance of a column: one number, or the range over layers whose masks differ.
 export function chanceOf(one) {
@@ -38,21 +52,56 @@ export function chanceOf(one) {
 
 // The rows of a head's small table: label, bar, number, chance.
 export const numberRows = (statistics, i) => [
-  ...(statistics.some(one => one.chance[i]) ? [el('tr', { className: 'head' }, el('td'), el('td'), el('td'), el('td', { className: 'level', textContent: translate('chance', { n: '' }).trim() }))] : []),
-  ...statistics.map(one => el('tr', { title: one.level(i) }, el('th', { scope: 'row', textContent: one.percentage ? one.label : withUnit(one) }),
-    el('td', { className: 'b' }, el('i', { v: one.filled(i) })), el('td', { textContent: one.text(i) }), el('td', { className: 'level', textContent: one.chance[i] ?? '' }))),
+  ...(statistics.some(one => one.chance[i])
+    ? [
+        el(
+          'tr',
+          { className: 'head' },
+          el('td'),
+          el('td'),
+          el('td'),
+          el('td', { className: 'level', textContent: translate('chance', { n: '' }).trim() }),
+        ),
+      ]
+    : []),
+  ...statistics.map(one =>
+    el(
+      'tr',
+      { title: one.level(i) },
+      el('th', { scope: 'row', textContent: one.percentage ? one.label : withUnit(one) }),
+      el('td', { className: 'b' }, el('i', { v: one.filled(i) })),
+      el('td', { textContent: one.text(i) }),
+      el('td', { className: 'level', textContent: one.chance[i] ?? '' }),
+    ),
+  ),
 ];
 
 // The small table of a head.
-export const numbersTable = (statistics, i) => el('table', { className: 'numbers' }, el('caption', { className: 'vh', textContent: translate('head statistics') }), el('tbody', {}, ...numberRows(statistics, i)));
+export const numbersTable = (statistics, i) =>
+  el(
+    'table',
+    { className: 'numbers' },
+    el('caption', { className: 'vh', textContent: translate('head statistics') }),
+    el('tbody', {}, ...numberRows(statistics, i)),
+  );
 
 // [label, definition] of the statistics that have one: in the texts of the page, or as their own text.
-export const described = statistics => statistics.map(({ id, label, about }) => [label, knows('definition.' + id) ? translate('definition.' + id) : about]).filter(([, words]) => words);
+export const described = statistics =>
+  statistics
+    .map(({ id, label, about }) => [label, knows('definition.' + id) ? translate('definition.' + id) : about])
+    .filter(([, words]) => words);
 
 // Fill a box with the definitions of statistics, and of the kinds of a legend that were measured.
 export function definitions(box, statistics, legend) {
-  const entry = (title, words, kind) => el('div', kind ? { k: kind } : {}, el('dt', {}, ...(kind ? [glyph(kind)] : []), title[0].toLocaleUpperCase() + title.slice(1)), el('dd', { textContent: words }));
+  const entry = (title, words, kind) =>
+    el(
+      'div',
+      kind ? { k: kind } : {},
+      el('dt', {}, ...(kind ? [glyph(kind)] : []), title[0].toLocaleUpperCase() + title.slice(1)),
+      el('dd', { textContent: words }),
+    );
   box.replaceChildren(
     ...described(statistics).map(([label, words]) => entry(label, words)),
-    ...legend.filter(kind => kind.measured).map(kind => entry(kind.label, kind.about, kind.id)));
+    ...legend.filter(kind => kind.measured).map(kind => entry(kind.label, kind.about, kind.id)),
+  );
 }

@@ -5,8 +5,11 @@ import { lines } from '../view/api.js';
 import { changeNamed } from './sentence.js';
 import { found, query, state } from './state.js';
 
-const LAST = 4;  // words
-let control = null, near = false, wanted = '', begun = '';
+const LAST = 4; // words
+let control = null,
+  near = false,
+  wanted = '',
+  begun = '';
 
 export function stopContinuation() {
   control?.abort();
@@ -19,11 +22,18 @@ const wordsOf = text => text.match(/\s*\S+/g) ?? [];
 
 // Return which words of each side are not part of the longest sequence that both have.
 function differing(a, b) {
-  const same = (x, y) => x.trim() === y.trim(), table = Array.from({ length: a.length + 1 }, () => new Array(b.length + 1).fill(0));
-  for (let i = a.length - 1; i >= 0; i--) for (let j = b.length - 1; j >= 0; j--) table[i][j] = same(a[i], b[j]) ? table[i + 1][j + 1] + 1 : Math.max(table[i + 1][j], table[i][j + 1]);
+  const same = (x, y) => x.trim() === y.trim(),
+    table = Array.from({ length: a.length + 1 }, () => new Array(b.length + 1).fill(0));
+  for (let i = a.length - 1; i >= 0; i--)
+    for (let j = b.length - 1; j >= 0; j--)
+      table[i][j] = same(a[i], b[j]) ? table[i + 1][j + 1] + 1 : Math.max(table[i + 1][j], table[i][j + 1]);
   const only = [new Set(a.keys()), new Set(b.keys())];
-  for (let i = 0, j = 0; i < a.length && j < b.length;) {
-    if (same(a[i], b[j])) { only[0].delete(i++); only[1].delete(j++); } else if (table[i + 1][j] >= table[i][j + 1]) i++; else j++;
+  for (let i = 0, j = 0; i < a.length && j < b.length; ) {
+    if (same(a[i], b[j])) {
+      only[0].delete(i++);
+      only[1].delete(j++);
+    } else if (table[i + 1][j] >= table[i][j + 1]) i++;
+    else j++;
   }
   return only;
 }
@@ -34,7 +44,14 @@ const ending = () => '… ' + wordsOf(state.text).slice(-LAST).join('').trim();
 function show(before, after, whole) {
   const sides = [before, after].map(tokens => wordsOf(tokens.join('')));
   const only = whole && state.heads.size ? differing(...sides) : [new Set(), new Set()];
-  ['before', 'after'].forEach((id, side) => $(id).replaceChildren(el('span', { textContent: ending() }), ...sides[side].flatMap((word, n) => only[side].has(n) ? [/^\s*/.exec(word)[0], el('mark', { textContent: word.trim() })] : [word])));
+  ['before', 'after'].forEach((id, side) =>
+    $(id).replaceChildren(
+      el('span', { textContent: ending() }),
+      ...sides[side].flatMap((word, n) =>
+        only[side].has(n) ? [/^\s*/.exec(word)[0], el('mark', { textContent: word.trim() })] : [word],
+      ),
+    ),
+  );
   for (const id of ['before', 'after']) $(id).dir = directionOfWords(state.text);
   $('further').querySelector('.both').classList.toggle('alone', !state.heads.size);
 }
@@ -45,14 +62,18 @@ export function drawContinuation() {
   if ($('further').hidden) return;
   $('aftername').textContent = state.heads.size ? changeNamed() : '';
   wanted = String(query());
-  if (wanted !== begun) { show([], [], false); $('going').textContent = translate('continuation note'); }
+  if (wanted !== begun) {
+    show([], [], false);
+    $('going').textContent = translate('continuation note');
+  }
   ask();
 }
 
 async function ask() {
   if (!near || begun === wanted) return;
   stopContinuation();
-  const mine = control = new AbortController(), sides = { before: [], after: [] };
+  const mine = (control = new AbortController()),
+    sides = { before: [], after: [] };
   begun = wanted;
   $('going').textContent = translate('continuation now');
   try {
@@ -70,5 +91,8 @@ async function ask() {
 }
 
 export function watchContinuation() {
-  new IntersectionObserver(([{ isIntersecting }]) => { near = isIntersecting; if (near && wanted) ask(); }).observe($('further'));
+  new IntersectionObserver(([{ isIntersecting }]) => {
+    near = isIntersecting;
+    if (near && wanted) ask();
+  }).observe($('further'));
 }

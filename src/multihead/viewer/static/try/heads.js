@@ -10,16 +10,19 @@ import { size } from '../view/host.js';
 import { headsNamed } from './sentence.js';
 import { changedHeads, commonFactor, factorOf, found, isOff, nameOf, state } from './state.js';
 
-const COLOURS = ['kind', 'changed', 'effect'], HIGH = 270;  // pixels
-export const effects = new Map();  // index of a head -> the effect of its absence on the chosen token
+const COLOURS = ['kind', 'changed', 'effect'],
+  HIGH = 270; // pixels
+export const effects = new Map(); // index of a head -> the effect of its absence on the chosen token
 export const shown = { colour: 'kind', kind: '', lit: 0 };
-let cells = [], act = { set: () => {} };
+let cells = [],
+  act = { set: () => {} };
 
 // set(heads): called with the heads "layer.head" -> factor that a click asks for.
 export function listen(actions) {
   act = actions;
   $('grid').onclick = event => {
-    const cell = event.target.closest('.cell'), label = event.target.closest('.ax.l');
+    const cell = event.target.closest('.cell'),
+      label = event.target.closest('.ax.l');
     if (cell) toggle(+cell.dataset.i, event.shiftKey);
     if (label) toggle(+label.parentElement.querySelector('.cell').dataset.i, true);
   };
@@ -37,10 +40,12 @@ export function listen(actions) {
 }
 
 function toggle(i, layer) {
-  const { record } = found, { l, h } = record.heads[i];
+  const { record } = found,
+    { l, h } = record.heads[i];
   if (layer) switchAll(record.heads.map((_, n) => n).filter(n => record.heads[n].l === l));
   else {
-    const heads = new Map(state.heads), name = nameOf({ l, h });
+    const heads = new Map(state.heads),
+      name = nameOf({ l, h });
     if (!heads.delete(name)) heads.set(name, 0);
     act.set(heads);
   }
@@ -48,18 +53,34 @@ function toggle(i, layer) {
 
 // Switch heads off, or where all are off already, on.
 function switchAll(list) {
-  const heads = new Map(state.heads), names = list.map(i => nameOf(found.record.heads[i])), off = list.every(i => isOff(found.record.heads[i]));
-  for (const name of names) if (off) heads.delete(name); else heads.set(name, 0);
+  const heads = new Map(state.heads),
+    names = list.map(i => nameOf(found.record.heads[i])),
+    off = list.every(i => isOff(found.record.heads[i]));
+  for (const name of names)
+    if (off) heads.delete(name);
+    else heads.set(name, 0);
   act.set(heads);
 }
 
 export function drawGrid() {
-  const { record } = found, phone = size().width <= 640, held = $('grid').contains(root.activeElement);
+  const { record } = found,
+    phone = size().width <= 640,
+    held = $('grid').contains(root.activeElement);
   if (shown.lit >= record.heads.length) shown.lit = 0;
   lit = -1;
   const shape = fitted(record, $('gridbox').clientWidth - 8, { phone, high: HIGH, low: 0, largest: phone ? 28 : 40 });
   cells = record.heads.map((_, i) => {
-    const made = el('button', { className: 'cell', k: record.kinds[i], tabIndex: i === shown.lit ? 0 : -1, onmouseenter: () => light(i), onfocus: () => { keep(i); light(i); }, onblur: () => light(-1) });
+    const made = el('button', {
+      className: 'cell',
+      k: record.kinds[i],
+      tabIndex: i === shown.lit ? 0 : -1,
+      onmouseenter: () => light(i),
+      onfocus: () => {
+        keep(i);
+        light(i);
+      },
+      onblur: () => light(-1),
+    });
     made.dataset.i = i;
     return made;
   });
@@ -77,24 +98,54 @@ function keep(i) {
 }
 export const focusGrid = () => cells[shown.lit].focus();
 
-const distanceOf = i => { const { l, h } = found.record.heads[i]; return found.change.distances.find(one => one.layer === l)?.heads[h] ?? null; };
-const valueOf = i => shown.colour === 'changed' ? distanceOf(i) : shown.colour === 'effect' ? effects.get(i) ?? null : null;
+const distanceOf = i => {
+  const { l, h } = found.record.heads[i];
+  return found.change.distances.find(one => one.layer === l)?.heads[h] ?? null;
+};
+const valueOf = i =>
+  shown.colour === 'changed' ? distanceOf(i) : shown.colour === 'effect' ? (effects.get(i) ?? null) : null;
 const factorText = factor => String(+factor.toPrecision(2));
 const effectText = value => signed(value, 2) || '0';
 
 // Paint every cell anew: a head that is off is a crossed hollow cell, a scaled one has its number.
 export function paintGrid() {
-  const { record } = found, values = record.heads.map((_, i) => valueOf(i)), end = roundedUp(Math.max(shown.colour === 'effect' ? .1 : .01, ...values.filter(known).map(Math.abs)));
+  const { record } = found,
+    values = record.heads.map((_, i) => valueOf(i)),
+    end = roundedUp(Math.max(shown.colour === 'effect' ? 0.1 : 0.01, ...values.filter(known).map(Math.abs)));
   record.heads.forEach((head, i) => {
-    const cell = cells[i], factor = factorOf(head), value = values[i], off = factor === 0;
-    cell.className = ['cell', shown.colour, off ? 'off' : factor !== 1 || state.heads.has(nameOf(head)) ? 'scaled' : '', shown.colour !== 'kind' && !known(value) ? 'none' : '', shown.kind && !record.allKinds[i].includes(shown.kind) ? 'dim' : ''].filter(Boolean).join(' ');
+    const cell = cells[i],
+      factor = factorOf(head),
+      value = values[i],
+      off = factor === 0;
+    cell.className = [
+      'cell',
+      shown.colour,
+      off ? 'off' : factor !== 1 || state.heads.has(nameOf(head)) ? 'scaled' : '',
+      shown.colour !== 'kind' && !known(value) ? 'none' : '',
+      shown.kind && !record.allKinds[i].includes(shown.kind) ? 'dim' : '',
+    ]
+      .filter(Boolean)
+      .join(' ');
     cell.style.background = cell.style.color = '';
-    if (!off && known(value)) { if (shown.colour === 'effect') paint(cell, .5 + value / end / 2, 'apart'); else paint(cell, tone('linear', value, end)); }
-    cell.replaceChildren(...(off ? [] : factor !== 1 || state.heads.has(nameOf(head)) ? [factorText(factor)] : shown.colour === 'kind' ? [glyph(record.kinds[i])] : []));
+    if (!off && known(value)) {
+      if (shown.colour === 'effect') paint(cell, 0.5 + value / end / 2, 'apart');
+      else paint(cell, tone('linear', value, end));
+    }
+    cell.replaceChildren(
+      ...(off
+        ? []
+        : factor !== 1 || state.heads.has(nameOf(head))
+          ? [factorText(factor)]
+          : shown.colour === 'kind'
+            ? [glyph(record.kinds[i])]
+            : []),
+    );
     cell.setAttribute('aria-pressed', String(state.heads.has(nameOf(head))));
     cell.setAttribute('aria-label', described(i));
   });
-  $('howmany').textContent = state.heads.size ? translate('changed of', { n: count(changedHeads().length), all: count(record.heads.length) }) : translate('all n on', { n: count(record.heads.length) });
+  $('howmany').textContent = state.heads.size
+    ? translate('changed of', { n: count(changedHeads().length), all: count(record.heads.length) })
+    : translate('all n on', { n: count(record.heads.length) });
   legend(end, values);
   light(lit);
   scaling();
@@ -102,9 +153,26 @@ export function paintGrid() {
 }
 
 function described(i) {
-  const { record } = found, factor = factorOf(record.heads[i]), distance = distanceOf(i), effect = effects.get(i);
-  return [record.named(i), factor === 0 ? translate('is off') : factor !== 1 ? translate('is scaled', { factor: factorText(factor) }) : translate('is on'),
-    known(effect) ? translate(found.model.kind === 'encoder' ? 'its effect on similarity' : 'its effect', { value: effectText(effect) }) : '', known(distance) && state.heads.size ? translate('its maps', { value: percent(distance) }) : ''].filter(Boolean).join(translate('join.comma'));
+  const { record } = found,
+    factor = factorOf(record.heads[i]),
+    distance = distanceOf(i),
+    effect = effects.get(i);
+  return [
+    record.named(i),
+    factor === 0
+      ? translate('is off')
+      : factor !== 1
+        ? translate('is scaled', { factor: factorText(factor) })
+        : translate('is on'),
+    known(effect)
+      ? translate(found.model.kind === 'encoder' ? 'its effect on similarity' : 'its effect', {
+          value: effectText(effect),
+        })
+      : '',
+    known(distance) && state.heads.size ? translate('its maps', { value: percent(distance) }) : '',
+  ]
+    .filter(Boolean)
+    .join(translate('join.comma'));
 }
 // Describe the head that is pointed at or has the focus, without one (-1) how to use the grid.
 let lit = -1;
@@ -114,7 +182,18 @@ function light(i) {
 }
 
 function colours() {
-  $('colours').replaceChildren(...COLOURS.map(name => el('button', { textContent: translate('colour.' + (name === 'effect' && found.model.kind === 'encoder' ? 'similarity' : name)), 'aria-pressed': String(name === shown.colour), onclick: () => { colourBy(name); $('colours').querySelector('[aria-pressed=true]').focus(); } })));
+  $('colours').replaceChildren(
+    ...COLOURS.map(name =>
+      el('button', {
+        textContent: translate('colour.' + (name === 'effect' && found.model.kind === 'encoder' ? 'similarity' : name)),
+        'aria-pressed': String(name === shown.colour),
+        onclick: () => {
+          colourBy(name);
+          $('colours').querySelector('[aria-pressed=true]').focus();
+        },
+      }),
+    ),
+  );
 }
 export function colourBy(name) {
   shown.colour = name;
@@ -123,22 +202,47 @@ export function colourBy(name) {
 }
 
 function legend(end, values) {
-  const some = values.some(known), width = Math.min(240, $('gridbox').clientWidth - 8), note = key => el('div', { className: 'note', textContent: translate(key) }), encoder = found.model.kind === 'encoder';
-  $('scale').replaceChildren(...{
-    kind: () => [],
-    changed: () => some && state.heads.size ? [markedRamp('ink', width, [[0, '0'], [100, exact(end)]]), note('changed legend')] : [note('changed none')],
-    effect: () => some ? [signedRamp(width, end, String), note(encoder ? 'effect legend similarity' : 'effect legend')] : [note('effect none')],
-  }[shown.colour]());
+  const some = values.some(known),
+    width = Math.min(240, $('gridbox').clientWidth - 8),
+    note = key => el('div', { className: 'note', textContent: translate(key) }),
+    encoder = found.model.kind === 'encoder';
+  $('scale').replaceChildren(
+    ...{
+      kind: () => [],
+      changed: () =>
+        some && state.heads.size
+          ? [
+              markedRamp('ink', width, [
+                [0, '0'],
+                [100, exact(end)],
+              ]),
+              note('changed legend'),
+            ]
+          : [note('changed none')],
+      effect: () =>
+        some
+          ? [signedRamp(width, end, String), note(encoder ? 'effect legend similarity' : 'effect legend')]
+          : [note('effect none')],
+    }[shown.colour](),
+  );
 }
 
 function chips() {
   if (!found.record.legend.some(kind => kind.id === shown.kind)) shown.kind = '';
-  kindChips($('chips'), found.record.allKinds, shown.kind, kind => { shown.kind = kind; chips(); paintGrid(); });
+  kindChips($('chips'), found.record.allKinds, shown.kind, kind => {
+    shown.kind = kind;
+    chips();
+    paintGrid();
+  });
 }
 function kindOff() {
-  const { record } = found, list = record.heads.map((_, i) => i).filter(i => record.allKinds[i].includes(shown.kind));
+  const { record } = found,
+    list = record.heads.map((_, i) => i).filter(i => record.allKinds[i].includes(shown.kind));
   $('kindoff').hidden = !shown.kind;
-  $('kindoff').textContent = translate(list.every(i => isOff(record.heads[i])) ? 'kind on' : 'kind off', { n: count(list.length), kind: shown.kind && kindName(shown.kind) });
+  $('kindoff').textContent = translate(list.every(i => isOff(record.heads[i])) ? 'kind on' : 'kind off', {
+    n: count(list.length),
+    kind: shown.kind && kindName(shown.kind),
+  });
   $('kindoff').onclick = () => switchAll(list);
 }
 
@@ -150,6 +254,9 @@ function scaling() {
   scalingNamed(commonFactor());
 }
 function scalingNamed(factor) {
-  $('scaled').textContent = translate('output of', { heads: headsNamed(), factor: factor === null ? translate('different') : factor.toFixed(2) });
+  $('scaled').textContent = translate('output of', {
+    heads: headsNamed(),
+    factor: factor === null ? translate('different') : factor.toFixed(2),
+  });
   $('factor').setAttribute('aria-valuetext', factor === null ? translate('different') : factor.toFixed(2));
 }

@@ -18,7 +18,11 @@ import { chosen, commonFactor, copy, found, nameOf, placeAsked, query, read, sav
 import { forgetEffects, stopSweep, sweep, sweepButton, sweeping } from './sweep.js';
 import { drawWords, editing, focusToken } from './words.js';
 
-let running = new AbortController(), good = null, asked = '', random = -1, openEditor = () => {};
+let running = new AbortController(),
+  good = null,
+  asked = '',
+  random = -1,
+  openEditor = () => {};
 const lang = frame.lang.slice(0, 2);
 
 function begin() {
@@ -28,7 +32,10 @@ function begin() {
   running = new AbortController();
   return running.signal;
 }
-const busy = on => { frame.dataset.busy = String(on); $('all').setAttribute('aria-busy', String(on)); };
+const busy = on => {
+  frame.dataset.busy = String(on);
+  $('all').setAttribute('aria-busy', String(on));
+};
 function complain(message) {
   $('gone').hidden = !message;
   $('gone').textContent = message;
@@ -49,10 +56,19 @@ async function go(change, { step = true } = {}) {
       words = await json(`api/text?${new URLSearchParams({ text: state.text, lang })}`, signal);
       record = new Sample(0, 0, words.grid);
     }
-    const heads = new Map([...state.heads].filter(([name]) => { const [l, h] = name.split('.').map(Number); return record.has(l, h); })), at = state.at < words.tokens.length - 1 ? state.at : -1;
+    const heads = new Map(
+        [...state.heads].filter(([name]) => {
+          const [l, h] = name.split('.').map(Number);
+          return record.has(l, h);
+        }),
+      ),
+      at = state.at < words.tokens.length - 1 ? state.at : -1;
     Object.assign(state, { heads, at });
-    const answer = await json(`api/change?${query({ lang, ...placeAsked(at < 0 ? words.tokens.length - 1 : at) })}`, signal);
-    const other = found.record !== record || good && good.at !== at;
+    const answer = await json(
+      `api/change?${query({ lang, ...placeAsked(at < 0 ? words.tokens.length - 1 : at) })}`,
+      signal,
+    );
+    const other = found.record !== record || (good && good.at !== at);
     Object.assign(found, { words, record, change: answer });
     asked = state.text;
     good = copy();
@@ -82,12 +98,19 @@ function draw() {
   const grids = drawn !== found.record;
   drawn = found.record;
   sentence();
-  $('facts').textContent = [found.model.title, translate('layers and heads', { layers: count(found.record.layers.length), heads: count(found.record.heads.length) })].join(translate('join.facts'));
+  $('facts').textContent = [
+    found.model.title,
+    translate('layers and heads', {
+      layers: count(found.record.layers.length),
+      heads: count(found.record.heads.length),
+    }),
+  ].join(translate('join.facts'));
   const reads = $('words').contains(document.activeElement);
   drawWords(choose);
   if (reads) focusToken(chosen());
   drawNext();
-  if (grids) drawGrid(); else paintGrid();
+  if (grids) drawGrid();
+  else paintGrid();
   buttons();
   sweepButton();
   foot();
@@ -96,8 +119,13 @@ function draw() {
 }
 let drawn = null;
 
-const setHeads = heads => { random = -1; return go({ heads }); };
-const allOn = () => { if (state.heads.size) setHeads(new Map()); };
+const setHeads = heads => {
+  random = -1;
+  return go({ heads });
+};
+const allOn = () => {
+  if (state.heads.size) setHeads(new Map());
+};
 function undo() {
   const before = steps.pop();
   random = -1;
@@ -111,7 +139,8 @@ function buttons() {
   $('undo').disabled = !steps.length;
   $('allon').disabled = !state.heads.size;
   if (!found.record) return;
-  const strongest = strongestHeads(), draws = randomHeads(Math.max(0, random));
+  const strongest = strongestHeads(),
+    draws = randomHeads(Math.max(0, random));
   $('strongest').hidden = !strongest.length;
   $('strongest').textContent = translate('strongest heads', { n: strongest.length });
   $('random').hidden = !draws.length;
@@ -120,22 +149,64 @@ function buttons() {
 const offMap = list => new Map(list.map(i => [nameOf(found.record.heads[i]), 0]));
 
 function foot() {
-  const { seconds, layers, whole, why_whole: why } = found.change, factor = commonFactor();
-  const ran = whole ? why ? translate('ran whole because', { why }) : translate('ran whole') : !layers ? translate('ran none') : layers[0] === layers[1] ? translate('ran layer', { n: layers[0] }) : translate('ran layers', { from: layers[0], to: layers[1] });
-  const by = !state.heads.size ? [] : [factor === 0 ? translate('by zero') : factor === null ? translate('by factors') : translate('by factor', { factor })];
-  $('foot').textContent = [translate('took', { seconds: seconds.toFixed(seconds < .1 ? 2 : 1) }), ran, found.model.dtype, ...by].join(translate('join.parts'));
+  const { seconds, layers, whole, why_whole: why } = found.change,
+    factor = commonFactor();
+  const ran = whole
+    ? why
+      ? translate('ran whole because', { why })
+      : translate('ran whole')
+    : !layers
+      ? translate('ran none')
+      : layers[0] === layers[1]
+        ? translate('ran layer', { n: layers[0] })
+        : translate('ran layers', { from: layers[0], to: layers[1] });
+  const by = !state.heads.size
+    ? []
+    : [
+        factor === 0
+          ? translate('by zero')
+          : factor === null
+            ? translate('by factors')
+            : translate('by factor', { factor }),
+      ];
+  $('foot').textContent = [
+    translate('took', { seconds: seconds.toFixed(seconds < 0.1 ? 2 : 1) }),
+    ran,
+    found.model.dtype,
+    ...by,
+  ].join(translate('join.parts'));
 }
 
 function keyboard() {
   pressed(event => {
     if (event.target.matches('textarea, select, input:not([type=range])') || event.altKey || !found.record) return;
-    const control = event.ctrlKey || event.metaKey, does = control ? { z: undo }[event.key] : { x: allOn, e: openEditor, Escape: sweeping() ? () => $('sweep').click() : undefined }[event.key];
+    const control = event.ctrlKey || event.metaKey,
+      does = control
+        ? { z: undo }[event.key]
+        : { x: allOn, e: openEditor, Escape: sweeping() ? () => $('sweep').click() : undefined }[event.key];
     if (!does) return;
     event.preventDefault();
     does();
   });
-  $('helps').append(helpButton([[['←', '→', '↑', '↓'], 'does.walk'], [['Enter'], 'does.toggle'], [['⇧', 'Enter'], 'does.layer'], [['Ctrl', 'Z'], 'does.undo'], [['x'], 'does.on'], [['e'], 'does.edit'], [['Ctrl', 'Enter'], 'does.apply'], [['Esc'], 'does.stop'], [['?'], 'press.help']],
-    ['off', 'loss', 'divergence', 'maps', 'effect', 'nat'].map(name => [translate('word.' + name), translate('means.' + name)])));
+  $('helps').append(
+    helpButton(
+      [
+        [['←', '→', '↑', '↓'], 'does.walk'],
+        [['Enter'], 'does.toggle'],
+        [['⇧', 'Enter'], 'does.layer'],
+        [['Ctrl', 'Z'], 'does.undo'],
+        [['x'], 'does.on'],
+        [['e'], 'does.edit'],
+        [['Ctrl', 'Enter'], 'does.apply'],
+        [['Esc'], 'does.stop'],
+        [['?'], 'press.help'],
+      ],
+      ['off', 'loss', 'divergence', 'maps', 'effect', 'nat'].map(name => [
+        translate('word.' + name),
+        translate('means.' + name),
+      ]),
+    ),
+  );
 }
 
 function listenAll() {
@@ -146,23 +217,54 @@ function listenAll() {
   $('strongest').onclick = () => setHeads(offMap(strongestHeads()));
   // Again for the next draw that differs; each is the same for everybody.
   $('random').onclick = () => {
-    const shown = String([...state.heads.keys()]), drawn = n => offMap(randomHeads(n));
+    const shown = String([...state.heads.keys()]),
+      drawn = n => offMap(randomHeads(n));
     let next = random + 1;
     while (next < random + 20 && String([...drawn(next).keys()]) === shown) next++;
     setHeads(drawn(next));
     random = next;
   };
-  $('sweep').onclick = () => sweep(stopContinuation, error => { if (!server.gone) complain(error.message); }).then(drawContinuation);
+  $('sweep').onclick = () =>
+    sweep(stopContinuation, error => {
+      if (!server.gone) complain(error.message);
+    }).then(drawContinuation);
   linkButton(save);
-  $('home').onclick = event => { event.preventDefault(); allOn(); };
-  $('skip').onclick = event => { event.preventDefault(); focusGrid(); };
+  $('home').onclick = event => {
+    event.preventDefault();
+    allOn();
+  };
+  $('skip').onclick = event => {
+    event.preventDefault();
+    focusGrid();
+  };
   const other = lang === 'zh' ? 'en' : 'zh';
-  Object.assign($('language'), { textContent: new Intl.DisplayNames(other, { type: 'language' }).of(other), hreflang: other, lang: other });
-  $('language').onclick = event => { event.preventDefault(); save(); location.search = '?lang=' + other; };
-  place.listen(() => { const next = read(place.read()); go({ ...next, text: next.text || found.model.text }); });
-  dark.addEventListener('change', () => { palette(); if (found.change) { drawn = null; draw(); repaintMaps(); } });
+  Object.assign($('language'), {
+    textContent: new Intl.DisplayNames(other, { type: 'language' }).of(other),
+    hreflang: other,
+    lang: other,
+  });
+  $('language').onclick = event => {
+    event.preventDefault();
+    save();
+    location.search = '?lang=' + other;
+  };
+  place.listen(() => {
+    const next = read(place.read());
+    go({ ...next, text: next.text || found.model.text });
+  });
+  dark.addEventListener('change', () => {
+    palette();
+    if (found.change) {
+      drawn = null;
+      draw();
+      repaintMaps();
+    }
+  });
   let width = size().width;
-  resized(() => { if (size().width !== width && found.record) drawGrid(); width = size().width; });
+  resized(() => {
+    if (size().width !== width && found.record) drawGrid();
+    width = size().width;
+  });
 }
 
 server.alive = 'api/model';
@@ -173,7 +275,8 @@ server.changed = () => {
 
 async function start() {
   palette();
-  const model = found.model = await json('api/model'), wanted = read(place.read());
+  const model = (found.model = await json('api/model')),
+    wanted = read(place.read());
   view.lang = lang;
   view.runs = [{ name: model.name, title: model.title, keep: 'all' }];
   entitle(model.title + ' · multihead');
@@ -182,7 +285,7 @@ async function start() {
   listenAll();
   watchContinuation();
   await go({ ...wanted, text: wanted.text || model.text }, { step: false }).catch(error => {
-    if (!wanted.text) throw error;  // the text of a link may be too long for this model
+    if (!wanted.text) throw error; // the text of a link may be too long for this model
     return go({ text: model.text, heads: new Map(), at: -1 }, { step: false }).then(() => complain(error.message));
   });
 }

@@ -8,43 +8,91 @@ import { mapPicture } from '../shared/picture.js';
 import { floats } from '../view/api.js';
 import { chosen, found, query, state } from './state.js';
 
-const SIDE = 96;  // pixels, and the most cells of a map
-let kept = [];  // what is shown: { rows, cols, before, after, apart } per head
+const SIDE = 96; // pixels, and the most cells of a map
+let kept = []; // what is shown: { rows, cols, before, after, apart } per head
 
 const split = ({ shape: [, rows, cols], values }) => {
-  const before = values.slice(0, rows * cols), after = values.slice(rows * cols);
+  const before = values.slice(0, rows * cols),
+    after = values.slice(rows * cols);
   return { rows, cols, before, after, apart: after.map((w, n) => w - before[n]) };
 };
-const largest = (maps, of) => Math.max(0, ...maps.flatMap(one => of(one).reduce((top, w) => Math.abs(w) > top ? Math.abs(w) : top, 0)));
+const largest = (maps, of) =>
+  Math.max(0, ...maps.flatMap(one => of(one).reduce((top, w) => (Math.abs(w) > top ? Math.abs(w) : top), 0)));
 
 function row([layer, head, distance]) {
-  const { record } = found, i = record.index(layer, head);
-  const made = el('div', { className: 'change', role: 'row' }, el('div', { role: 'rowheader', className: 'name', k: record.kinds[i], title: record.named(i) }, el('b', { textContent: record.short(i) }), glyph(record.kinds[i])),
-    ...['before', 'after', 'difference'].map(name => el('div', { role: 'cell', className: 'place', 'aria-label': translate('map ' + name, { head: record.long(i) }) })), el('div', { role: 'cell', className: 'num', textContent: percent(distance) }));
+  const { record } = found,
+    i = record.index(layer, head);
+  const made = el(
+    'div',
+    { className: 'change', role: 'row' },
+    el(
+      'div',
+      { role: 'rowheader', className: 'name', k: record.kinds[i], title: record.named(i) },
+      el('b', { textContent: record.short(i) }),
+      glyph(record.kinds[i]),
+    ),
+    ...['before', 'after', 'difference'].map(name =>
+      el('div', { role: 'cell', className: 'place', 'aria-label': translate('map ' + name, { head: record.long(i) }) }),
+    ),
+    el('div', { role: 'cell', className: 'num', textContent: percent(distance) }),
+  );
   return made;
 }
 
 function paint() {
-  const rows = [...$('changes').querySelectorAll('.change:not(.heading)')], single = found.words.tokens.length <= SIDE, end = rootEnd(largest(kept, one => one.before), single), apart = rootEnd(largest(kept, one => one.apart), false);
+  const rows = [...$('changes').querySelectorAll('.change:not(.heading)')],
+    single = found.words.tokens.length <= SIDE,
+    end = rootEnd(
+      largest(kept, one => one.before),
+      single,
+    ),
+    apart = rootEnd(
+      largest(kept, one => one.apart),
+      false,
+    );
   kept.forEach((map, n) => {
-    const { rows: high, cols } = map, [before, after, difference] = rows[n].querySelectorAll('.place'), show = (box, values, lut) => box.replaceChildren(mapPicture({ rows: high, cols, values }, SIDE, 'root', lut === 'ink' ? end : apart, lut));
+    const { rows: high, cols } = map,
+      [before, after, difference] = rows[n].querySelectorAll('.place'),
+      show = (box, values, lut) =>
+        box.replaceChildren(mapPicture({ rows: high, cols, values }, SIDE, 'root', lut === 'ink' ? end : apart, lut));
     show(before, map.before, 'ink');
     show(after, map.after, 'ink');
     show(difference, map.apart, 'apart');
   });
   $('mapscale').hidden = !kept.length;
-  if (kept.length) $('mapscale').replaceChildren(tickedRamp(200, 'root', end), signedRamp(200, apart), el('div', { className: 'note', textContent: translate('maps legend') }));
+  if (kept.length)
+    $('mapscale').replaceChildren(
+      tickedRamp(200, 'root', end),
+      signedRamp(200, apart),
+      el('div', { className: 'note', textContent: translate('maps legend') }),
+    );
 }
-export const repaintMaps = () => { if (kept.length) paint(); };
+export const repaintMaps = () => {
+  if (kept.length) paint();
+};
 
 // Show the rows at once, and each map as it arrives.
 export async function drawMaps(signal) {
-  const list = state.heads.size ? found.change.changed : [], encoder = found.model.kind === 'encoder', { sentence } = found.words.tokens[chosen()];
+  const list = state.heads.size ? found.change.changed : [],
+    encoder = found.model.kind === 'encoder',
+    { sentence } = found.words.tokens[chosen()];
   $('hm').textContent = translate(encoder && list.length ? 'maps changed of' : 'maps changed', { n: sentence + 1 });
   kept = [];
   $('mapscale').hidden = true;
-  if (!list.length) { $('changes').replaceChildren(el('p', { className: 'note', textContent: translate(state.heads.size ? 'no maps changed' : 'maps none') })); return; }
-  const heading = hidden => el('div', { className: 'change heading', ...(hidden ? { 'aria-hidden': 'true' } : { role: 'row' }) }, ...['head column', 'before', 'after', 'difference', 'distance column'].map(key => el('div', { ...(hidden ? {} : { role: 'columnheader' }), textContent: translate(key) })));
+  if (!list.length) {
+    $('changes').replaceChildren(
+      el('p', { className: 'note', textContent: translate(state.heads.size ? 'no maps changed' : 'maps none') }),
+    );
+    return;
+  }
+  const heading = hidden =>
+    el(
+      'div',
+      { className: 'change heading', ...(hidden ? { 'aria-hidden': 'true' } : { role: 'row' }) },
+      ...['head column', 'before', 'after', 'difference', 'distance column'].map(key =>
+        el('div', { ...(hidden ? {} : { role: 'columnheader' }), textContent: translate(key) }),
+      ),
+    );
   $('changes').setAttribute('role', 'table');
   $('changes').setAttribute('aria-labelledby', 'hm');
   $('changes').replaceChildren(heading(false), ...(list.length > 1 ? [heading(true)] : []), ...list.map(row));

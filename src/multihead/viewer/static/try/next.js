@@ -10,31 +10,117 @@ import { labelOf } from './words.js';
 const cell = (tag, className, textContent, more = {}) => el(tag, { className, textContent, ...more });
 
 export function drawNext() {
-  const { model, change, words } = found, encoder = model.kind === 'encoder', touched = state.heads.size > 0, last = chosen() === words.tokens.length - 1;
-  $('hn').textContent = encoder ? translate('similarity') : last ? translate('next token') : translate('token after', { token: quoted(labelOf(chosen())) });
-  $('divergence').textContent = !encoder && touched ? translate('divergence of next', { value: change.kl.toFixed(2) }) : '';
+  const { model, change, words } = found,
+    encoder = model.kind === 'encoder',
+    touched = state.heads.size > 0,
+    last = chosen() === words.tokens.length - 1;
+  $('hn').textContent = encoder
+    ? translate('similarity')
+    : last
+      ? translate('next token')
+      : translate('token after', { token: quoted(labelOf(chosen())) });
+  $('divergence').textContent =
+    !encoder && touched ? translate('divergence of next', { value: change.kl.toFixed(2) }) : '';
   $('answer').replaceChildren(...(encoder ? similarities() : [tokens()]));
 }
 
 function tokens() {
-  const { next, others } = found.change, touched = state.heads.size > 0;
+  const { next, others } = found.change,
+    touched = state.heads.size > 0;
   const row = (name, { before, after }, className) => {
-    const bars = el('td', { className: 'bars' }, el('i', { className: 'was', v: before }), ...(touched ? [el('i', { className: 'is', v: after })] : []));
-    return el('tr', { className }, cell('th', 'token', name, { scope: 'row' }), bars, cell('td', '', short(before)), ...(touched ? [cell('td', '', short(after)), cell('td', 'by', signed((after - before) * 100, Math.abs(after - before) < .0995 ? 1 : 0) || '0')] : []));
+    const bars = el(
+      'td',
+      { className: 'bars' },
+      el('i', { className: 'was', v: before }),
+      ...(touched ? [el('i', { className: 'is', v: after })] : []),
+    );
+    return el(
+      'tr',
+      { className },
+      cell('th', 'token', name, { scope: 'row' }),
+      bars,
+      cell('td', '', short(before)),
+      ...(touched
+        ? [
+            cell('td', '', short(after)),
+            cell('td', 'by', signed((after - before) * 100, Math.abs(after - before) < 0.0995 ? 1 : 0) || '0'),
+          ]
+        : []),
+    );
   };
-  const heading = [['token column', 'token'], ['share column', 'bars'], touched ? ['before', ''] : ['probability', 'wide'], ...(touched ? [['after', ''], ['points', '']] : [])].map(([key, className]) => cell('th', className, translate(key), { scope: 'col' }));
-  return el('table', { className: 'next' }, el('caption', { className: 'vh', textContent: translate('next caption') }), el('thead', {}, el('tr', {}, ...heading)),
-    el('tbody', {}, ...next.map(one => row(quoted(one.token), one, '')), row(translate('all others'), others, 'others')));
+  const heading = [
+    ['token column', 'token'],
+    ['share column', 'bars'],
+    touched ? ['before', ''] : ['probability', 'wide'],
+    ...(touched
+      ? [
+          ['after', ''],
+          ['points', ''],
+        ]
+      : []),
+  ].map(([key, className]) => cell('th', className, translate(key), { scope: 'col' }));
+  return el(
+    'table',
+    { className: 'next' },
+    el('caption', { className: 'vh', textContent: translate('next caption') }),
+    el('thead', {}, el('tr', {}, ...heading)),
+    el(
+      'tbody',
+      {},
+      ...next.map(one => row(quoted(one.token), one, '')),
+      row(translate('all others'), others, 'others'),
+    ),
+  );
 }
 
 // The cosine similarity of each pair of sentences before, after, and the change.
 function similarities() {
-  const { words: { sentences, similarity: before }, change: { similarity: after } } = found, touched = state.heads.size > 0;
-  const all = after.map((row, a) => row.map((value, b) => value - before[a][b])), end = Math.max(.05, ...all.flat().map(Math.abs));
-  const matrix = (key, values, write, colour) => el('table', { className: 'alike' }, el('caption', { textContent: translate(key) }),
-    el('thead', {}, el('tr', {}, el('td'), ...sentences.map((_, n) => cell('th', '', n + 1, { scope: 'col' })))),
-    el('tbody', {}, ...values.map((row, a) => el('tr', {}, cell('th', '', a + 1, { scope: 'row' }), ...row.map((value, b) => { const made = cell('td', '', a === b ? '' : write(value)); if (a !== b) colour(made, value); return made; })))));
-  const share = (made, value) => paint(made, tone('linear', value, 1)), apart = (made, value) => paint(made, .5 + value / end / 2, 'apart');
-  const list = el('ol', { className: 'sentences' }, ...sentences.map(sentence => el('li', {}, el('bdi', { textContent: sentence }))));
-  return [el('div', { className: 'matrices' }, matrix('before', before, three, share), ...(touched ? [matrix('after', after, three, share), matrix('difference', all, value => signed(value, 3) || '0', apart)] : [])), list];
+  const {
+      words: { sentences, similarity: before },
+      change: { similarity: after },
+    } = found,
+    touched = state.heads.size > 0;
+  const all = after.map((row, a) => row.map((value, b) => value - before[a][b])),
+    end = Math.max(0.05, ...all.flat().map(Math.abs));
+  const matrix = (key, values, write, colour) =>
+    el(
+      'table',
+      { className: 'alike' },
+      el('caption', { textContent: translate(key) }),
+      el('thead', {}, el('tr', {}, el('td'), ...sentences.map((_, n) => cell('th', '', n + 1, { scope: 'col' })))),
+      el(
+        'tbody',
+        {},
+        ...values.map((row, a) =>
+          el(
+            'tr',
+            {},
+            cell('th', '', a + 1, { scope: 'row' }),
+            ...row.map((value, b) => {
+              const made = cell('td', '', a === b ? '' : write(value));
+              if (a !== b) colour(made, value);
+              return made;
+            }),
+          ),
+        ),
+      ),
+    );
+  const share = (made, value) => paint(made, tone('linear', value, 1)),
+    apart = (made, value) => paint(made, 0.5 + value / end / 2, 'apart');
+  const list = el(
+    'ol',
+    { className: 'sentences' },
+    ...sentences.map(sentence => el('li', {}, el('bdi', { textContent: sentence }))),
+  );
+  return [
+    el(
+      'div',
+      { className: 'matrices' },
+      matrix('before', before, three, share),
+      ...(touched
+        ? [matrix('after', after, three, share), matrix('difference', all, value => signed(value, 3) || '0', apart)]
+        : []),
+    ),
+    list,
+  ];
 }

@@ -5,42 +5,75 @@ import { quoted } from '../shared/tokens.js';
 import { changedHeads, chosen, commonFactor, found, state } from './state.js';
 import { labelOf } from './words.js';
 
-const SMALLEST_CHANGE = .01;  // of a similarity, below which the sentence says that it hardly changes
-export const three = value => value.toFixed(3).replace('-', '−');  // a similarity
-const likeliest = (next, side) => next.reduce((best, one) => one[side] > best[side] ? one : best);
+const SMALLEST_CHANGE = 0.01; // of a similarity, below which the sentence says that it hardly changes
+export const three = value => value.toFixed(3).replace('-', '−'); // a similarity
+const likeliest = (next, side) => next.reduce((best, one) => (one[side] > best[side] ? one : best));
 
 export function headsNamed() {
   const heads = changedHeads();
   return heads.length === 1 ? found.record.short(heads[0]) : translate('heads', { n: heads.length });
 }
 export function changeNamed() {
-  const heads = headsNamed(), factor = commonFactor();
-  return factor === 0 ? translate('without', { heads }) : factor === null ? translate('with changed', { heads }) : translate('with scaled', { heads, factor });
+  const heads = headsNamed(),
+    factor = commonFactor();
+  return factor === 0
+    ? translate('without', { heads })
+    : factor === null
+      ? translate('with changed', { heads })
+      : translate('with scaled', { heads, factor });
 }
 
 // The pair of sentences that are most alike, or whose similarity changes most.
 function pairs(before, after) {
-  const all = before.flatMap((row, a) => row.slice(0, a).map((value, b) => ({ a: b + 1, b: a + 1, before: value, after: after[a][b] })));
-  const most = by => all.reduce((best, one) => by(one) > by(best) ? one : best);
+  const all = before.flatMap((row, a) =>
+    row.slice(0, a).map((value, b) => ({ a: b + 1, b: a + 1, before: value, after: after[a][b] })),
+  );
+  const most = by => all.reduce((best, one) => (by(one) > by(best) ? one : best));
   return { alike: most(one => one.before), changed: most(one => Math.abs(one.after - one.before)) };
 }
 
 export function sentence() {
-  const { words, change, model } = found, touched = state.heads.size > 0, last = chosen() === words.tokens.length - 1;
+  const { words, change, model } = found,
+    touched = state.heads.size > 0,
+    last = chosen() === words.tokens.length - 1;
   let line;
   if (model.kind === 'encoder') {
     if (words.sentences.length < 2) line = translate('one sentence');
     else {
       const { alike, changed } = pairs(words.similarity, change.similarity);
-      line = touched ? translate(Math.abs(changed.after - changed.before) < SMALLEST_CHANGE ? 'similarity stays' : 'similarity changed', { change: changeNamed(), a: changed.a, b: changed.b, before: three(changed.before), after: three(changed.after) }) : translate('most alike', { a: alike.a, b: alike.b, value: three(alike.before) });
+      line = touched
+        ? translate(
+            Math.abs(changed.after - changed.before) < SMALLEST_CHANGE ? 'similarity stays' : 'similarity changed',
+            {
+              change: changeNamed(),
+              a: changed.a,
+              b: changed.b,
+              before: three(changed.before),
+              after: three(changed.after),
+            },
+          )
+        : translate('most alike', { a: alike.a, b: alike.b, value: three(alike.before) });
     }
   } else {
-    const top = likeliest(change.next, 'before'), now = likeliest(change.next, 'after'), where = last ? translate('where next') : translate('where after', { token: quoted(labelOf(chosen())) });
+    const top = likeliest(change.next, 'before'),
+      now = likeliest(change.next, 'after'),
+      where = last ? translate('where next') : translate('where after', { token: quoted(labelOf(chosen())) });
     if (!touched) line = translate('expects', { token: quoted(top.token), where, share: short(top.before) });
     else {
       const most = now === top ? '' : translate('most', { token: quoted(now.token), share: short(now.after) });
-      const [next, later] = short(top.after) === short(top.before) ? ['expects still', 'expects still after'] : ['expects now', 'expects now after'];
-      line = translate(last ? next : later, { change: changeNamed(), token: quoted(top.token), where, before: short(top.before), after: short(top.after), most }) + translate(change.worse === 1 ? 'worse 1' : 'worse', { n: change.worse, all: change.predictions });
+      const [next, later] =
+        short(top.after) === short(top.before)
+          ? ['expects still', 'expects still after']
+          : ['expects now', 'expects now after'];
+      line =
+        translate(last ? next : later, {
+          change: changeNamed(),
+          token: quoted(top.token),
+          where,
+          before: short(top.before),
+          after: short(top.after),
+          most,
+        }) + translate(change.worse === 1 ? 'worse 1' : 'worse', { n: change.worse, all: change.predictions });
     }
   }
   $('sentence').textContent = [line, ...(touched ? [] : [translate('choose')])].join(translate('join.sentences'));

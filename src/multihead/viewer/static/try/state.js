@@ -10,25 +10,38 @@ export const found = { model: null, words: null, record: null, change: null };
 export const nameOf = ({ l, h }) => `${l}.${h}`;
 export const factorOf = head => state.heads.get(nameOf(head)) ?? 1;
 export const isOff = head => factorOf(head) === 0;
-export const changedHeads = () => found.record.heads.map((_, i) => i).filter(i => state.heads.has(nameOf(found.record.heads[i])));
+export const changedHeads = () =>
+  found.record.heads.map((_, i) => i).filter(i => state.heads.has(nameOf(found.record.heads[i])));
 // The one factor of all changed heads, or null where they differ.
-export const commonFactor = () => { const factors = new Set(state.heads.values()); return factors.size === 1 ? [...factors][0] : null; };
+export const commonFactor = () => {
+  const factors = new Set(state.heads.values());
+  return factors.size === 1 ? [...factors][0] : null;
+};
 
-const written = heads => [...heads].map(([name, factor]) => factor === 0 ? name : `${name}:${factor}`).join(',');
+const written = heads => [...heads].map(([name, factor]) => (factor === 0 ? name : `${name}:${factor}`)).join(',');
 // The part of an address after "?" that asks about the state; more: other parameters.
 export const query = (more = {}) => new URLSearchParams({ text: state.text, heads: written(state.heads), ...more });
 // The place of a token as the server is asked about it; an encoder compares whole sentences.
-export const placeAsked = at => found.model.kind === 'encoder' ? {} : { at };
-export const chosen = () => state.at < 0 ? found.words.tokens.length - 1 : state.at;
+export const placeAsked = at => (found.model.kind === 'encoder' ? {} : { at });
+export const chosen = () => (state.at < 0 ? found.words.tokens.length - 1 : state.at);
 
 export function read(hash) {
-  const given = new URLSearchParams(hash.replace(/^#/, '')), at = given.get('at') ?? '', heads = new Map();
-  for (const [, name, factor] of (given.get('heads') ?? '').matchAll(/(\d+\.\d+)(?::(\d+(?:\.\d+)?))?/g)) heads.set(name, Math.min(2, +(factor ?? 0)));
+  const given = new URLSearchParams(hash.replace(/^#/, '')),
+    at = given.get('at') ?? '',
+    heads = new Map();
+  for (const [, name, factor] of (given.get('heads') ?? '').matchAll(/(\d+\.\d+)(?::(\d+(?:\.\d+)?))?/g))
+    heads.set(name, Math.min(2, +(factor ?? 0)));
   return { text: given.get('text') ?? '', heads, at: /^\d+$/.test(at) ? +at : -1 };
 }
 
 export function save() {
-  const hash = '#' + new URLSearchParams({ text: state.text, ...(state.heads.size ? { heads: written(state.heads) } : {}), ...(state.at >= 0 ? { at: state.at } : {}) });
+  const hash =
+    '#' +
+    new URLSearchParams({
+      text: state.text,
+      ...(state.heads.size ? { heads: written(state.heads) } : {}),
+      ...(state.at >= 0 ? { at: state.at } : {}),
+    });
   if (hash !== place.read()) place.replace(hash);
 }
 

@@ -20,32 +20,49 @@ export function forgetEffects() {
 }
 
 export function sweepButton() {
-  const encoder = found.model.kind === 'encoder', seconds = Math.max(1, Math.round(found.words.sweep_seconds)), time = seconds < 100 ? translate('seconds n', { n: seconds }) : translate('minutes n', { n: count(seconds / 60) });
+  const encoder = found.model.kind === 'encoder',
+    seconds = Math.max(1, Math.round(found.words.sweep_seconds)),
+    time = seconds < 100 ? translate('seconds n', { n: seconds }) : translate('minutes n', { n: count(seconds / 60) });
   $('sweep').textContent = control ? translate('stop') : translate(encoder ? 'sweep sentences' : 'sweep', { time });
   $('sweep').setAttribute('aria-pressed', String(control !== null));
 }
 
 function largestEffects() {
-  const { record } = found, order = [...effects].sort(([, a], [, b]) => Math.abs(b) - Math.abs(a)).slice(0, STRONGEST);
-  const heads = order.map(([i, value]) => `${record.short(i)}\u00a0${signed(value, 2) || '0'}`).join(translate('join.comma'));
+  const { record } = found,
+    order = [...effects].sort(([, a], [, b]) => Math.abs(b) - Math.abs(a)).slice(0, STRONGEST);
+  const heads = order
+    .map(([i, value]) => `${record.short(i)}\u00a0${signed(value, 2) || '0'}`)
+    .join(translate('join.comma'));
   return translate(found.model.kind === 'encoder' ? 'largest effects similarity' : 'largest effects', { heads });
 }
 
 // How long the sweep took, and the peak memory of the process where the operating system reports it.
 function summary({ seconds, floor_seconds, peak_mib }, heads) {
-  const took = translate('sweep took', { n: count(heads), seconds: seconds.toFixed(1), floor: floor_seconds.toFixed(1) });
-  return [took, ...(known(peak_mib) ? [translate('sweep memory', { memory: count(peak_mib) })] : [])].join(translate('join.sentences'));
+  const took = translate('sweep took', {
+    n: count(heads),
+    seconds: seconds.toFixed(1),
+    floor: floor_seconds.toFixed(1),
+  });
+  return [took, ...(known(peak_mib) ? [translate('sweep memory', { memory: count(peak_mib) })] : [])].join(
+    translate('join.sentences'),
+  );
 }
 
 // begin(): stops what else may be computed; failed(error): shows why it ended.
 export async function sweep(begin, failed) {
-  if (control) { stopSweep(); sweepButton(); return; }
+  if (control) {
+    stopSweep();
+    sweepButton();
+    return;
+  }
   begin();
-  const mine = control = new AbortController(), { record } = found;
+  const mine = (control = new AbortController()),
+    { record } = found;
   effects.clear();
   colourBy('effect');
   sweepButton();
-  let last = null, whole = null;
+  let last = null,
+    whole = null;
   try {
     await lines(`api/sweep?${query({ heads: '', ...placeAsked(chosen()) })}`, mine.signal, line => {
       if (mine !== control) return;
@@ -61,7 +78,12 @@ export async function sweep(begin, failed) {
   }
   const stopped = mine.signal.aborted;
   if (control === mine) control = null;
-  if (!stopped || last) $('swept').textContent = whole ? translate('swept', { effects: largestEffects(), seconds: whole.seconds.toFixed(1) }) : last ? translate('sweep stopped', { done: last.done, total: last.total, effects: largestEffects() }) : '';
+  if (!stopped || last)
+    $('swept').textContent = whole
+      ? translate('swept', { effects: largestEffects(), seconds: whole.seconds.toFixed(1) })
+      : last
+        ? translate('sweep stopped', { done: last.done, total: last.total, effects: largestEffects() })
+        : '';
   if (!effects.size) $('swept').textContent = '';
   sweepButton();
   $('sweep').title = whole ? summary(whole, record.heads.length) : '';

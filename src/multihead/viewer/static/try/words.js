@@ -6,63 +6,123 @@ import { count, known, roundedUp, signed } from '../shared/numbers.js';
 import { choosable, setText, SPECIAL } from '../shared/tokens.js';
 import { chosen, found, state } from './state.js';
 
-const LEAST = .5;  // nats, the end of the scale of changes where all are smaller
+const LEAST = 0.5; // nats, the end of the scale of changes where all are smaller
 
-let layout = null, spans = [];
+let layout = null,
+  spans = [];
 
 // Lay out the tokens of several sentences, each on its own line.
 function laidOut(tokens) {
   const starts = p => p > 0 && tokens[p].sentence !== tokens[p - 1].sentence;
-  return { gaps: tokens.map((one, p) => starts(p) ? '\n' : one.gap), shown: tokens.map(one => one.text), labels: tokens.map(one => one.text), flags: tokens.map(one => one.special ? SPECIAL : 0), tail: '' };
+  return {
+    gaps: tokens.map((one, p) => (starts(p) ? '\n' : one.gap)),
+    shown: tokens.map(one => one.text),
+    labels: tokens.map(one => one.text),
+    flags: tokens.map(one => (one.special ? SPECIAL : 0)),
+    tail: '',
+  };
 }
 
 // The layout of the text that is shown: of a language model the viewer's, of an encoder one over all sentences.
 function layoutOf({ model, words: { tokens }, record }) {
-  if (layout?.tokens !== tokens) layout = { tokens, ...(model.kind !== 'encoder' && record.texts[0] ? record.texts[0] : laidOut(tokens)) };
+  if (layout?.tokens !== tokens)
+    layout = { tokens, ...(model.kind !== 'encoder' && record.texts[0] ? record.texts[0] : laidOut(tokens)) };
   return layout;
 }
 export const labelOf = p => layoutOf(found).labels[p];
 
 export function drawWords(choose) {
-  const { words, change } = found, { tokens } = words, box = $('words');
+  const { words, change } = found,
+    { tokens } = words,
+    box = $('words');
   layoutOf(found);
   spans = setText(box, layout, 0, tokens.length);
-  const losses = tokens.map(one => one.loss).filter(known), top = roundedUp(Math.max(LEAST, ...losses));
-  const moved = tokens.map((one, p) => known(one.loss) && known(change.losses?.[p]) ? change.losses[p] - one.loss : null), end = roundedUp(Math.max(LEAST, ...moved.filter(known).map(Math.abs)));
-  const labels = tokens.map((one, p) => [layout.labels[p], known(one.loss) ? translate('loss of token', { loss: one.loss.toFixed(2) }) : '', moved[p] && state.heads.size ? translate('change of token', { change: signed(moved[p], 2) }) : ''].filter(Boolean).join(translate('join.comma')));
+  const losses = tokens.map(one => one.loss).filter(known),
+    top = roundedUp(Math.max(LEAST, ...losses));
+  const moved = tokens.map((one, p) =>
+      known(one.loss) && known(change.losses?.[p]) ? change.losses[p] - one.loss : null,
+    ),
+    end = roundedUp(Math.max(LEAST, ...moved.filter(known).map(Math.abs)));
+  const labels = tokens.map((one, p) =>
+    [
+      layout.labels[p],
+      known(one.loss) ? translate('loss of token', { loss: one.loss.toFixed(2) }) : '',
+      moved[p] && state.heads.size ? translate('change of token', { change: signed(moved[p], 2) }) : '',
+    ]
+      .filter(Boolean)
+      .join(translate('join.comma')),
+  );
   choosable(box, spans, translate('the text'), labels, chosen(), choose);
   spans.forEach((span, p) => {
     span.classList.toggle('judged', known(tokens[p].loss));
-    span.style.setProperty('--loss', known(tokens[p].loss) ? rgb('ink', tone('linear', tokens[p].loss, top)) : 'transparent');
-    span.style.setProperty('--change', moved[p] && state.heads.size ? rgb('apart', .5 - moved[p] / end / 2) : 'transparent');
+    span.style.setProperty(
+      '--loss',
+      known(tokens[p].loss) ? rgb('ink', tone('linear', tokens[p].loss, top)) : 'transparent',
+    );
+    span.style.setProperty(
+      '--change',
+      moved[p] && state.heads.size ? rgb('apart', 0.5 - moved[p] / end / 2) : 'transparent',
+    );
     span.title = labels[p];
   });
   // Of a long text, the chosen place is in sight.
-  const at = spans[chosen()], from = at.offsetTop - box.offsetTop;
+  const at = spans[chosen()],
+    from = at.offsetTop - box.offsetTop;
   if (from < box.scrollTop || from > box.scrollTop + box.clientHeight - 40) box.scrollTop = from - box.clientHeight / 2;
   $('length').textContent = translate('tokens n', { n: count(tokens.length) });
   $('losses').hidden = !losses.length;
-  const nats = value => value + ' ' + translate('nats'), legend = (name, ramp) => el('div', { className: 'measure' }, el('span', { textContent: translate(name) }), ramp);
-  $('losses').replaceChildren(legend('loss', markedRamp('ink', 120, [[0, '0'], [100, nats(top)]])), ...(state.heads.size ? [legend('loss changed', markedRamp('apart', 120, [[0, '+' + nats(end)], [50, '0'], [100, '−' + end]]))] : []));
+  const nats = value => value + ' ' + translate('nats'),
+    legend = (name, ramp) => el('div', { className: 'measure' }, el('span', { textContent: translate(name) }), ramp);
+  $('losses').replaceChildren(
+    legend(
+      'loss',
+      markedRamp('ink', 120, [
+        [0, '0'],
+        [100, nats(top)],
+      ]),
+    ),
+    ...(state.heads.size
+      ? [
+          legend(
+            'loss changed',
+            markedRamp('apart', 120, [
+              [0, '+' + nats(end)],
+              [50, '0'],
+              [100, '−' + end],
+            ]),
+          ),
+        ]
+      : []),
+  );
 }
 export const focusToken = p => spans[p]?.focus();
 
 // Edit the text: apply(text) is called with another one, and returns whether the model read it.
 export function editing(apply) {
   let leaving = false;
-  const close = () => { $('editing').hidden = true; $('words').hidden = $('losses').hidden = $('edit').hidden = false; $('losses').hidden = !$('losses').firstChild; };
+  const close = () => {
+    $('editing').hidden = true;
+    $('words').hidden = $('losses').hidden = $('edit').hidden = false;
+    $('losses').hidden = !$('losses').firstChild;
+  };
   const open = () => {
     $('typed').value = state.text;
     $('typed').setAttribute('aria-describedby', 'editnote');
     $('editing').hidden = false;
     $('words').hidden = $('losses').hidden = $('edit').hidden = true;
-    $('typed').rows = Math.max(3, Math.min(14, Math.ceil(state.text.length / 56) + (state.text.match(/\n/g) ?? []).length));
+    $('typed').rows = Math.max(
+      3,
+      Math.min(14, Math.ceil(state.text.length / 56) + (state.text.match(/\n/g) ?? []).length),
+    );
     $('typed').focus();
   };
   const done = async () => {
     if ($('editing').hidden || leaving) return;
     const text = $('typed').value;
-    if (text === state.text) { close(); return; }
+    if (text === state.text) {
+      close();
+      return;
+    }
     leaving = true;
     const read = await apply(text);
     leaving = false;
@@ -70,13 +130,28 @@ export function editing(apply) {
   };
   $('edit').onclick = open;
   $('words').ondblclick = open;
-  $('editing').onsubmit = event => { event.preventDefault(); done(); };
-  $('leave').onclick = () => { close(); $('edit').focus(); };
-  $('leave').onpointerdown = event => event.preventDefault();  // the text is not applied because it loses the focus
-  $('typed').onblur = event => { if (!$('editing').contains(event.relatedTarget)) done(); };
+  $('editing').onsubmit = event => {
+    event.preventDefault();
+    done();
+  };
+  $('leave').onclick = () => {
+    close();
+    $('edit').focus();
+  };
+  $('leave').onpointerdown = event => event.preventDefault(); // the text is not applied because it loses the focus
+  $('typed').onblur = event => {
+    if (!$('editing').contains(event.relatedTarget)) done();
+  };
   $('typed').onkeydown = async event => {
-    if (event.key === 'Enter' && (event.ctrlKey || event.metaKey)) { event.preventDefault(); await done(); if ($('editing').hidden) $('edit').focus(); }
-    if (event.key === 'Escape') { event.preventDefault(); $('leave').click(); }
+    if (event.key === 'Enter' && (event.ctrlKey || event.metaKey)) {
+      event.preventDefault();
+      await done();
+      if ($('editing').hidden) $('edit').focus();
+    }
+    if (event.key === 'Escape') {
+      event.preventDefault();
+      $('leave').click();
+    }
   };
   return open;
 }

@@ -6,7 +6,11 @@ export const sampleAt = (run, sample) => `api/runs/${run}/samples/${sample}`;
 export const headAt = (run, sample, l, h) => `${sampleAt(run, sample)}/heads/${l}/${h}`;
 
 // Links to an address in two formats.
-export const downloads = (path, query = '') => ['csv', 'json'].flatMap((form, n) => [n ? ' ' : '', el('a', { href: address(`${path}.${form}${query}`), download: '', textContent: form.toUpperCase() })]);
+export const downloads = (path, query = '') =>
+  ['csv', 'json'].flatMap((form, n) => [
+    n ? ' ' : '',
+    el('a', { href: address(`${path}.${form}${query}`), download: '', textContent: form.toUpperCase() }),
+  ]);
 
 // The response is not ready yet (503): retry later.
 export class Later extends Error {}
@@ -35,8 +39,13 @@ export async function json(path, signal) {
 
 // Fetch an array of float32, its shape, and the weights per cell of a map (rows, columns); NaN = absent cell.
 export async function floats(path, signal) {
-  const response = await answer(path, signal), numbers = name => (response.headers.get(name) ?? '').split(',').map(Number);
-  return { shape: numbers('X-Shape'), block: numbers('X-Block'), values: new Float32Array(await response.arrayBuffer()) };
+  const response = await answer(path, signal),
+    numbers = name => (response.headers.get(name) ?? '').split(',').map(Number);
+  return {
+    shape: numbers('X-Shape'),
+    block: numbers('X-Block'),
+    values: new Float32Array(await response.arrayBuffer()),
+  };
 }
 
 // Read a response of lines of JSON as they arrive; each(value) is called per line.
@@ -58,7 +67,10 @@ function lost() {
   server.gone = true;
   server.changed();
   const again = setInterval(async () => {
-    const back = await request(server.alive).then(response => response.ok, () => false);
+    const back = await request(server.alive).then(
+      response => response.ok,
+      () => false,
+    );
     if (!back) return;
     clearInterval(again);
     server.gone = false;

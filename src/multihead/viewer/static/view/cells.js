@@ -1,21 +1,28 @@
 // The cells in view at one level, from their tiles; while a tile is loading, from the next coarser level that is loaded.
 import { SIDE, tile } from './tiles.js';
 
-const AWAIT = -1;  // a cell that is not loaded yet
+const AWAIT = -1; // a cell that is not loaded yet
 
 // The range of cells at a level that a view covers: rows r0 up to r0 + rows, columns c0 up to c0 + cols; a cell covers
 // high x wide weights.
 export function range(layer, view, level) {
-  const [high, wide] = layer.blocks[level], cut = (from, to, n, block) => [Math.max(0, Math.floor(from / block)), Math.min(Math.ceil(n / block), Math.ceil(to / block))];
-  const [r0, r1] = cut(view.y, view.y + view.rows, layer.queries, high), [c0, c1] = cut(view.x, view.x + view.cols, layer.keys, wide);
+  const [high, wide] = layer.blocks[level],
+    cut = (from, to, n, block) => [
+      Math.max(0, Math.floor(from / block)),
+      Math.min(Math.ceil(n / block), Math.ceil(to / block)),
+    ];
+  const [r0, r1] = cut(view.y, view.y + view.rows, layer.queries, high),
+    [c0, c1] = cut(view.x, view.x + view.cols, layer.keys, wide);
   return { level, high, wide, r0, c0, rows: Math.max(0, r1 - r0), cols: Math.max(0, c1 - c0) };
 }
 
 // The tiles of a range, those nearest to its middle first.
 export function tilesOf(where, span) {
-  const found = [], middle = [(span.r0 + span.rows / 2) / SIDE - .5, (span.c0 + span.cols / 2) / SIDE - .5];
+  const found = [],
+    middle = [(span.r0 + span.rows / 2) / SIDE - 0.5, (span.c0 + span.cols / 2) / SIDE - 0.5];
   for (let i = Math.floor(span.r0 / SIDE); i * SIDE < span.r0 + span.rows; i++) {
-    for (let j = Math.floor(span.c0 / SIDE); j * SIDE < span.c0 + span.cols; j++) found.push({ ...where, level: span.level, i, j });
+    for (let j = Math.floor(span.c0 / SIDE); j * SIDE < span.c0 + span.cols; j++)
+      found.push({ ...where, level: span.level, i, j });
   }
   const far = t => Math.hypot(t.i - middle[0], t.j - middle[1]);
   return found.sort((a, b) => far(a) - far(b));
@@ -32,8 +39,12 @@ export function cells(where, layer, span) {
       whole = false;
       // Where a map has several levels, each halves the sides of the one below it.
       for (let level = span.level + 1; level < layer.blocks.length; level++) {
-        const up = level - span.level, above = { ...where, level, i: t.i >> up, j: t.j >> up };
-        if (tile(above)) { copy(values, span, rows, cols, above, up); break; }
+        const up = level - span.level,
+          above = { ...where, level, i: t.i >> up, j: t.j >> up };
+        if (tile(above)) {
+          copy(values, span, rows, cols, above, up);
+          break;
+        }
       }
     }
   }
@@ -41,9 +52,12 @@ export function cells(where, layer, span) {
 }
 
 function copy(out, span, [top, bottom], [left, right], t, up) {
-  const from = tile(t), i0 = t.i * SIDE, j0 = t.j * SIDE;
+  const from = tile(t),
+    i0 = t.i * SIDE,
+    j0 = t.j * SIDE;
   for (let r = top; r < bottom; r++) {
-    const row = ((r >> up) - i0) * from.cols, at = (r - span.r0) * span.cols - span.c0;
+    const row = ((r >> up) - i0) * from.cols,
+      at = (r - span.r0) * span.cols - span.c0;
     if (up) for (let c = left; c < right; c++) out[at + c] = from.values[row + (c >> up) - j0];
     else out.set(from.values.subarray(row + left - j0, row + right - j0), at + left);
   }
@@ -52,7 +66,8 @@ function copy(out, span, [top, bottom], [left, right], t, up) {
 // A - B of the same range; NaN where either is absent, 0 while either is loading.
 export function difference(a, b) {
   const values = new Float32Array(a.values.length);
-  for (let k = 0; k < values.length; k++) values[k] = a.values[k] === AWAIT || b.values[k] === AWAIT ? 0 : a.values[k] - b.values[k];
+  for (let k = 0; k < values.length; k++)
+    values[k] = a.values[k] === AWAIT || b.values[k] === AWAIT ? 0 : a.values[k] - b.values[k];
   return { ...a, values, whole: a.whole && b.whole };
 }
 
@@ -63,6 +78,8 @@ export function largest(one) {
 }
 export function farthest(one) {
   let top = 0;
-  for (const v of one.values) if (v > top) top = v; else if (-v > top) top = -v;
+  for (const v of one.values)
+    if (v > top) top = v;
+    else if (-v > top) top = -v;
   return top;
 }

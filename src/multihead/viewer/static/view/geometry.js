@@ -1,7 +1,7 @@
 // The part of the map in view, and the position of the map on the screen.
 import { state } from './permalink.js';
 
-const MIN_KEYS = 12;  // keys across at the deepest zoom
+const MIN_KEYS = 12; // keys across at the deepest zoom
 const clamped = (v, min, max) => Math.max(min, Math.min(max, v));
 
 // A map of few queries and many keys (or the reverse) would be too thin to read: its cells are drawn taller or wider.
@@ -12,19 +12,26 @@ export function aspectOf({ queries, keys }) {
 const widest = layer => Math.max(layer.keys, layer.queries * aspectOf(layer));
 
 export function clamp(layer) {
-  const aspect = aspectOf(layer), max = widest(layer);
+  const aspect = aspectOf(layer),
+    max = widest(layer);
   state.n = clamped(state.n > 0 ? state.n : max, Math.min(MIN_KEYS, max), max);
   state.x = clamped(state.x, 0, Math.max(0, layer.keys - state.n));
   state.y = clamped(state.y, 0, Math.max(0, layer.queries - state.n / aspect));
-  state.q = Math.floor(clamped(state.q >= 0 ? state.q : state.y + Math.min(layer.queries, state.n / aspect) * .6, 0, layer.queries - 1));
+  state.q = Math.floor(
+    clamped(state.q >= 0 ? state.q : state.y + Math.min(layer.queries, state.n / aspect) * 0.6, 0, layer.queries - 1),
+  );
 }
 
 // The part of the map in view: n keys across and as many queries as the pane is high.
 export const viewOf = layer => ({ x: state.x, y: state.y, cols: state.n, rows: state.n / aspectOf(layer) });
 
 export function zoom(factor, layer, at) {
-  const aspect = aspectOf(layer), max = widest(layer), x = at ? at[1] : state.x + state.n / 2, y = at ? at[0] : state.y + state.n / aspect / 2;
-  const n = clamped(state.n * factor, Math.min(MIN_KEYS, max), max), g = n / state.n;
+  const aspect = aspectOf(layer),
+    max = widest(layer),
+    x = at ? at[1] : state.x + state.n / 2,
+    y = at ? at[0] : state.y + state.n / aspect / 2;
+  const n = clamped(state.n * factor, Math.min(MIN_KEYS, max), max),
+    g = n / state.n;
   Object.assign(state, { x: x - (x - state.x) * g, y: y - (y - state.y) * g, n });
   clamp(layer);
 }
@@ -32,8 +39,8 @@ export function zoom(factor, layer, at) {
 export function centre(layer, query, key, n = state.n) {
   state.n = n;
   clamp(layer);
-  state.x = key + .5 - state.n / 2;
-  state.y = query + .5 - state.n / aspectOf(layer) / 2;
+  state.x = key + 0.5 - state.n / 2;
+  state.y = query + 0.5 - state.n / aspectOf(layer) / 2;
   clamp(layer);
 }
 
@@ -45,17 +52,37 @@ export function move(layer, right, down) {
 
 // The panes on a stage of width x height: one; or A, B and A - B in three of its four quarters; or, on a phone, A - B alone.
 export function panes(layer, width, height, { compare, long, margins }) {
-  const phone = width < 620, two = compare && !phone, across = two ? 2 : 1, aspect = aspectOf(layer);
-  const left = phone ? 44 : long ? 104 : 96, gap = 24, strip = !margins ? 0 : phone ? 18 : 44, right = 20 + strip, bottom = 22 + strip;
+  const phone = width < 620,
+    two = compare && !phone,
+    across = two ? 2 : 1,
+    aspect = aspectOf(layer);
+  const left = phone ? 44 : long ? 104 : 96,
+    gap = 24,
+    strip = !margins ? 0 : phone ? 18 : 44,
+    right = 20 + strip,
+    bottom = 22 + strip;
   const top = phone ? (compare ? 64 : 46) : two ? (long ? 104 : 64) : 84;
-  const ratio = clamped(Math.min(1, layer.queries * aspect / layer.keys), .25, 1);
-  const wide = (width - left - right - gap * (across - 1)) / across, high = (height - across * (top + bottom)) / across;
-  const px = Math.floor(Math.max(80, Math.min(wide, high / ratio))), py = Math.floor(px * ratio);
+  const ratio = clamped(Math.min(1, (layer.queries * aspect) / layer.keys), 0.25, 1);
+  const wide = (width - left - right - gap * (across - 1)) / across,
+    high = (height - across * (top + bottom)) / across;
+  const px = Math.floor(Math.max(80, Math.min(wide, high / ratio))),
+    py = Math.floor(px * ratio);
   const start = Math.max(left, (width - across * px - gap * (across - 1) - left - right) / 2 + left);
-  const x = px / state.n, y = x * aspect;
+  const x = px / state.n,
+    y = x * aspect;
   return (compare ? (phone ? ['d'] : ['a', 'b', 'd']) : ['a']).map((which, p) => ({
-    which, phone, two, top, x, y, left: start + (two && which === 'b' ? px + gap : 0), above: top + (two && which === 'd' ? py + top + bottom : 0),
-    width: Math.min(px, (layer.keys - state.x) * x), height: Math.min(py, (layer.queries - state.y) * y), px, py,
+    which,
+    phone,
+    two,
+    top,
+    x,
+    y,
+    left: start + (two && which === 'b' ? px + gap : 0),
+    above: top + (two && which === 'd' ? py + top + bottom : 0),
+    width: Math.min(px, (layer.keys - state.x) * x),
+    height: Math.min(py, (layer.queries - state.y) * y),
+    px,
+    py,
   }));
 }
 
@@ -68,6 +95,9 @@ export function levelFor(layer, cell) {
 }
 
 export const cellAt = (pane, px, py) => {
-  const key = state.x + (px - pane.left) / pane.x, query = state.y + (py - pane.above) / pane.y;
-  return px >= pane.left && py >= pane.above && px < pane.left + pane.width && py < pane.above + pane.height ? [query, key] : null;
+  const key = state.x + (px - pane.left) / pane.x,
+    query = state.y + (py - pane.above) / pane.y;
+  return px >= pane.left && py >= pane.above && px < pane.left + pane.width && py < pane.above + pane.height
+    ? [query, key]
+    : null;
 };

@@ -12,32 +12,46 @@ import { size } from './host.js';
 import { state, toHead } from './permalink.js';
 import { view } from './record.js';
 
-const maps = new Map();  // "run sample layer" -> { rows, cols, block, top, heads: [values] }, or null if there are none
-let shape = { cell: 40, gap: 6 }, seen = new Set(), watch = null, current = null, lit = -1;
-export const topWeight = { value: 0, single: true };  // the largest weight or mean of the small maps
+const maps = new Map(); // "run sample layer" -> { rows, cols, block, top, heads: [values] }, or null if there are none
+let shape = { cell: 40, gap: 6 },
+  seen = new Set(),
+  watch = null,
+  current = null,
+  lit = -1;
+export const topWeight = { value: 0, single: true }; // the largest weight or mean of the small maps
 const largestSmall = () => {
   const shown = current.layers.map(({ number }) => maps.get(nameOf(current, number))).filter(Boolean);
-  Object.assign(topWeight, { value: Math.max(0, ...shown.map(one => one.top)), single: shown.every(one => isSingle(one.block)) });
+  Object.assign(topWeight, {
+    value: Math.max(0, ...shown.map(one => one.top)),
+    single: shown.every(one => isSingle(one.block)),
+  });
 };
 // Where a scale of maps ends; the log scale ends at 100 % always.
-const endOf = ({ value, single }) => state.scale === 'linear' && single ? value : rootEnd(value, single);
+const endOf = ({ value, single }) => (state.scale === 'linear' && single ? value : rootEnd(value, single));
 export const scaleTop = () => endOf(topWeight);
 export const listeners = { pointed: () => {}, arrived: () => {} };
 
 const nameOf = (record, l) => `${record.run} ${record.sample} ${l}`;
 function mapOf(record, i) {
-  const { l, h } = record.heads[i], found = maps.get(nameOf(record, l));
+  const { l, h } = record.heads[i],
+    found = maps.get(nameOf(record, l));
   return found ? { rows: found.rows, cols: found.cols, block: found.block, values: found.heads[h] } : null;
 }
 // The weights per cell of the maps that are means.
-export const mapBlocks = record => record.layers.map(({ number }) => maps.get(nameOf(record, number))?.block).filter(block => block && !isSingle(block));
+export const mapBlocks = record =>
+  record.layers.map(({ number }) => maps.get(nameOf(record, number))?.block).filter(block => block && !isSingle(block));
 export const mapsMissing = record => record.layers.some(({ number }) => maps.get(nameOf(record, number)) === null);
 
-const queue = [], requested = new Set();
+const queue = [],
+  requested = new Set();
 let busy = 0;
 function fetchMaps(record, l) {
   const name = nameOf(record, l);
-  if (!record.numbered.get(l).maps) { maps.set(name, null); listeners.arrived(record, l); return; }
+  if (!record.numbered.get(l).maps) {
+    maps.set(name, null);
+    listeners.arrived(record, l);
+    return;
+  }
   if (!record.mapped(l) || maps.has(name) || requested.has(name)) return;
   requested.add(name);
   queue.push({ record, l, name });
@@ -48,34 +62,62 @@ async function next() {
   const { record, l, name } = queue.shift();
   busy++;
   try {
-    const { shape: [heads, rows, cols], block, values } = await floats(`${sampleAt(record.run, record.sample)}/layers/${l}/maps`);
-    const top = values.reduce((max, w) => w > max ? w : max, 0);
-    maps.set(name, { rows, cols, block, top, heads: Array.from({ length: heads }, (_, h) => values.subarray(h * rows * cols, (h + 1) * rows * cols)) });
+    const {
+      shape: [heads, rows, cols],
+      block,
+      values,
+    } = await floats(`${sampleAt(record.run, record.sample)}/layers/${l}/maps`);
+    const top = values.reduce((max, w) => (w > max ? w : max), 0);
+    maps.set(name, {
+      rows,
+      cols,
+      block,
+      top,
+      heads: Array.from({ length: heads }, (_, h) => values.subarray(h * rows * cols, (h + 1) * rows * cols)),
+    });
     if (record === current) largestSmall();
     listeners.arrived(record, l);
   } catch (error) {
     if (error instanceof Later) setTimeout(() => fetchMaps(record, l), 1500);
-    else { maps.set(name, null); listeners.arrived(record, l); }
+    else {
+      maps.set(name, null);
+      listeners.arrived(record, l);
+    }
   } finally {
     busy--;
     requested.delete(name);
     next();
   }
 }
-export function retryMaps(record) { for (const l of seen) if (maps.get(nameOf(record, l)) === undefined) fetchMaps(record, l); }
+export function retryMaps(record) {
+  for (const l of seen) if (maps.get(nameOf(record, l)) === undefined) fetchMaps(record, l);
+}
 
 export function grid(record, passes, goTo) {
   current = record;
   largestSmall();
   shape = fitted(record, $('gridbox').clientWidth, { phone: size().width <= 640, high: size().height * 1.05 });
   if (lit < 0 || lit >= record.heads.length) lit = firstLit(record);
-  const box = $('grid'), held = box.contains(root.activeElement);
-  drawHeads(box, record, shape, i => headCell(record, i), (row, layer) => {
-    row.dataset.l = layer.number;
-    row.firstChild.after(el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
-  });
-  box.style.setProperty('--paperzoom', Math.min(1, 690 / box.offsetWidth));  // on A4
-  box.onclick = event => { const link = event.target.closest('a'); if (link && !event.ctrlKey && !event.metaKey && !event.shiftKey) { event.preventDefault(); goTo(+link.dataset.i); } };
+  const box = $('grid'),
+    held = box.contains(root.activeElement);
+  drawHeads(
+    box,
+    record,
+    shape,
+    i => headCell(record, i),
+    (row, layer) => {
+      row.dataset.l = layer.number;
+      row.firstChild.after(el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
+    },
+  );
+  box.style.setProperty('--paperzoom', Math.min(1, 690 / box.offsetWidth)); // on A4
+  box.onclick = event => {
+    const link = event.target.closest('a');
+    if (link && !event.ctrlKey && !event.metaKey && !event.shiftKey) {
+      event.preventDefault();
+      goTo(+link.dataset.i);
+    }
+  };
   fade(record, passes);
   watching(record);
   if (held) focusHead(lit);
@@ -85,12 +127,25 @@ export function grid(record, passes, goTo) {
 function firstLit(record) {
   if (record.findings.length) return Math.max(0, record.index(record.findings[0].layer, record.findings[0].head));
   const values = record.metrics.find(one => one.focus)?.values ?? [];
-  return record.heads.reduce((best, _, i) => known(values[i]) && values[i] < (values[best] ?? Infinity) ? i : best, 0);
+  return record.heads.reduce(
+    (best, _, i) => (known(values[i]) && values[i] < (values[best] ?? Infinity) ? i : best),
+    0,
+  );
 }
 
 function headCell(record, i) {
-  const { l, h } = record.heads[i], entropy = record.metrics.find(one => one.id === 'entropy'), name = record.named(i) + (entropy && known(entropy.values[i]) ? translate('and entropy', { n: entropy.number(i) }) : '');
-  const link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: i === lit ? 0 : -1, 'aria-label': name, k: record.kinds[i], onmouseenter: () => point(i), onfocus: () => point(i) });
+  const { l, h } = record.heads[i],
+    entropy = record.metrics.find(one => one.id === 'entropy'),
+    name =
+      record.named(i) + (entropy && known(entropy.values[i]) ? translate('and entropy', { n: entropy.number(i) }) : '');
+  const link = el('a', {
+    href: toHead(record.run, record.sample, l, h),
+    tabIndex: i === lit ? 0 : -1,
+    'aria-label': name,
+    k: record.kinds[i],
+    onmouseenter: () => point(i),
+    onfocus: () => point(i),
+  });
   link.dataset.i = i;
   link.classList.toggle('marked', record.aligned(i));
   return link;
@@ -100,16 +155,19 @@ function headCell(record, i) {
 function watching(record) {
   watch?.disconnect();
   seen = new Set();
-  watch = new IntersectionObserver(entries => {
-    for (const { target, isIntersecting } of entries) {
-      if (!isIntersecting) continue;
-      const l = +target.dataset.l;
-      seen.add(l);
-      watch.unobserve(target);
-      if (!maps.has(nameOf(record, l))) fetchMaps(record, l);
-      drawRow(l);
-    }
-  }, { rootMargin: view.served ? '600px' : '100000px' });
+  watch = new IntersectionObserver(
+    entries => {
+      for (const { target, isIntersecting } of entries) {
+        if (!isIntersecting) continue;
+        const l = +target.dataset.l;
+        seen.add(l);
+        watch.unobserve(target);
+        if (!maps.has(nameOf(record, l))) fetchMaps(record, l);
+        drawRow(l);
+      }
+    },
+    { rootMargin: view.served ? '600px' : '100000px' },
+  );
   for (const { layer } of record.findings) fetchMaps(record, layer);
   for (const rowOf of $('grid').querySelectorAll('[data-l]')) watch.observe(rowOf);
 }
@@ -120,54 +178,89 @@ export function fade(record, passes) {
   for (const link of $('grid').querySelectorAll('a')) link.classList.toggle('dim', !passes(+link.dataset.i));
   redrawRows();
 }
-export function redrawRows() { for (const l of seen) drawRow(l); }
+export function redrawRows() {
+  for (const l of seen) drawRow(l);
+}
 
 export function drawRow(l) {
-  const made = $('grid').querySelector(`[data-l="${l}"]`), found = maps.get(nameOf(current, l)), { cell, gap } = shape;
+  const made = $('grid').querySelector(`[data-l="${l}"]`),
+    found = maps.get(nameOf(current, l)),
+    { cell, gap } = shape;
   if (!made || found === undefined) return;
-  const canvas = made.querySelector('canvas'), layer = current.numbered.get(l), pen = sized(canvas, layer.heads * (cell + gap), cell), inset = cell < 30 ? 1.5 : 2, size = cell - inset * 2;
+  const canvas = made.querySelector('canvas'),
+    layer = current.numbered.get(l),
+    pen = sized(canvas, layer.heads * (cell + gap), cell),
+    inset = cell < 30 ? 1.5 : 2,
+    size = cell - inset * 2;
   const hatch = hatching(pen, 4);
   for (let h = 0; h < layer.heads; h++) {
-    const i = current.index(l, h), x = h * (cell + gap) + inset;
-    pen.globalAlpha = passing(i) ? 1 : .16;
+    const i = current.index(l, h),
+      x = h * (cell + gap) + inset;
+    pen.globalAlpha = passing(i) ? 1 : 0.16;
     if (!found) continue;
     pen.fillStyle = css('paper');
     pen.fillRect(x, inset, size, size);
     pen.fillStyle = hatch;
     pen.fillRect(x, inset, size, size);
-    drawMap(pen, { rows: found.rows, cols: found.cols, values: found.heads[h] }, x, inset, size, state.scale, scaleTop());
+    drawMap(
+      pen,
+      { rows: found.rows, cols: found.cols, values: found.heads[h] },
+      x,
+      inset,
+      size,
+      state.scale,
+      scaleTop(),
+    );
   }
   made.classList.toggle('bare', !found);
-  if (!found) for (const link of made.querySelectorAll('a')) if (!link.firstChild) link.append(glyph(current.kinds[+link.dataset.i]));
+  if (!found)
+    for (const link of made.querySelectorAll('a'))
+      if (!link.firstChild) link.append(glyph(current.kinds[+link.dataset.i]));
 }
 
 // Every weight of a head, for a map of `size` pixels; null where they do not fit, or are not requested yet.
-const SIDE = 256, whole = new Map();  // "run sample layer head" -> { rows, cols, block, values }
+const SIDE = 256,
+  whole = new Map(); // "run sample layer head" -> { rows, cols, block, values }
 let requesting = null;
 function everyWeight(record, i, size) {
-  const { l, h } = record.heads[i], layer = record.layer(i), name = `${nameOf(record, l)} ${h}`;
-  if (layer.rows !== 'all' || Math.max(layer.queries, layer.keys) > Math.min(SIDE, size * (devicePixelRatio || 1))) return null;
+  const { l, h } = record.heads[i],
+    layer = record.layer(i),
+    name = `${nameOf(record, l)} ${h}`;
+  if (layer.rows !== 'all' || Math.max(layer.queries, layer.keys) > Math.min(SIDE, size * (devicePixelRatio || 1)))
+    return null;
   if (whole.has(name) || requesting?.name === name) return whole.get(name) ?? null;
   requesting?.control.abort();
-  const mine = requesting = { name, control: new AbortController() };
-  floats(`${headAt(record.run, record.sample, l, h)}/tile?level=0&row=0&column=0`, mine.control.signal).then(({ shape: [rows, cols], values }) => {
-    whole.set(name, { rows, cols, block: [1, 1], values });
-    if (whole.size > 32) whole.delete(whole.keys().next().value);
-    if (record === current && lit === i) listeners.pointed(i);
-  }, () => {}).finally(() => { if (requesting === mine) requesting = null; });
+  const mine = (requesting = { name, control: new AbortController() });
+  floats(`${headAt(record.run, record.sample, l, h)}/tile?level=0&row=0&column=0`, mine.control.signal)
+    .then(
+      ({ shape: [rows, cols], values }) => {
+        whole.set(name, { rows, cols, block: [1, 1], values });
+        if (whole.size > 32) whole.delete(whole.keys().next().value);
+        if (record === current && lit === i) listeners.pointed(i);
+      },
+      () => {},
+    )
+    .finally(() => {
+      if (requesting === mine) requesting = null;
+    });
   return null;
 }
 
 // The map of one head for the inspector: its picture, the weights per cell, and the end of its scale.
 export function inspected(record, i, size) {
-  const small = mapOf(record, i), map = !small || isSingle(small.block) ? small : everyWeight(record, i, size) ?? small;
+  const small = mapOf(record, i),
+    map = !small || isSingle(small.block) ? small : (everyWeight(record, i, size) ?? small);
   if (!map) return { picture: thumb(record, i, size), block: null };
-  const single = isSingle(map.block), value = single ? map.values.reduce((max, w) => w > max ? w : max, 0) : topWeight.value, top = single && topWeight.single ? scaleTop() : endOf({ value, single });
+  const single = isSingle(map.block),
+    value = single ? map.values.reduce((max, w) => (w > max ? w : max), 0) : topWeight.value,
+    top = single && topWeight.single ? scaleTop() : endOf({ value, single });
   return { picture: thumb(record, i, size, map, top), block: map.block, top };
 }
 
 export function thumb(record, i, size, map = mapOf(record, i), top = scaleTop()) {
-  return map ? mapPicture(map, size, state.scale, top) : el('span', { className: 'blankmap', k: record.kinds[i] }, glyph(record.kinds[i]));
+  return map
+    ? mapPicture(map, size, state.scale, top)
+    : el('span', { className: 'blankmap', k: record.kinds[i] }, glyph(record.kinds[i]));
 }
 
 function point(i) {
@@ -185,10 +278,19 @@ export function focusHead(i, options) {
 
 // Return from the page of a head: it is selected and in sight, and focused if the keyboard is in use.
 export function returnTo(i, focus) {
-  if (focus) { focusHead(i); return; }
+  if (focus) {
+    focusHead(i);
+    return;
+  }
   point(i);
   $('grid').querySelector(`[data-i="${i}"]`)?.scrollIntoView({ block: 'nearest' });
 }
 
-export const headLink = (record, i) => el('a', { href: toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h) }, thumb(record, i, 26), record.short(i),
-  ...(record.layer(i).role ? [el('small', { textContent: ' ' + roleName(record.layer(i).role) })] : []));
+export const headLink = (record, i) =>
+  el(
+    'a',
+    { href: toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h) },
+    thumb(record, i, 26),
+    record.short(i),
+    ...(record.layer(i).role ? [el('small', { textContent: ' ' + roleName(record.layer(i).role) })] : []),
+  );

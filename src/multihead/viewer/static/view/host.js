@@ -6,7 +6,9 @@ export const request = (path, signal) => fetch(address(path), { signal, referrer
 // What is shown, as the part of the address after #.
 export const place = {
   read: () => location.hash,
-  go: hash => { location.hash = hash; },
+  go: hash => {
+    location.hash = hash;
+  },
   replace: hash => history.replaceState(null, '', hash),
   listen: changed => addEventListener('hashchange', changed),
 };
@@ -14,10 +16,19 @@ export const place = {
 export const size = () => ({ width: innerWidth, height: innerHeight });
 export const resized = changed => addEventListener('resize', changed);
 // act(true) before the page is printed, act(false) after it.
-export const printed = act => { addEventListener('beforeprint', () => act(true)); addEventListener('afterprint', () => act(false)); };
-export const isOutside = target => target === document.body;  // a key was pressed while no element had the focus
-export const zooms = () => true;  // the wheel zooms wherever the focus is
-export const showKind = map => { document.body.classList.toggle('map', map); };
-export const entitle = title => { document.title = title; };
+export const printed = act => {
+  addEventListener('beforeprint', () => act(true));
+  addEventListener('afterprint', () => act(false));
+};
+export const isOutside = target => target === document.body; // a key was pressed while no element had the focus
+export const zooms = () => true; // the wheel zooms wherever the focus is
+export const showKind = map => {
+  document.body.classList.toggle('map', map);
+};
+export const entitle = title => {
+  document.title = title;
+};
 export const toTop = () => scrollTo(0, 0);
-export const mark = saved => { document.documentElement.dataset.saved = String(saved); };  // the address matches the page
+export const mark = saved => {
+  document.documentElement.dataset.saved = String(saved);
+}; // the address matches the page

@@ -5,16 +5,25 @@ export class KeptArrays {
     Object.assign(this, { maxBytes, bytesOf, arrived, kept: new Map(), requested: new Map(), held: 0 });
   }
 
-  has(name) { return this.kept.has(name); }
+  has(name) {
+    return this.kept.has(name);
+  }
   get(name) {
     const found = this.kept.get(name);
-    if (found) { this.kept.delete(name); this.kept.set(name, found); }  // the last one in the order
+    if (found) {
+      this.kept.delete(name);
+      this.kept.set(name, found);
+    } // the last one in the order
     return found;
   }
 
   // Abort the requests of all names but these.
   abortOthers(names) {
-    for (const [name, control] of this.requested) if (!names.has(name)) { control.abort(); this.requested.delete(name); }
+    for (const [name, control] of this.requested)
+      if (!names.has(name)) {
+        control.abort();
+        this.requested.delete(name);
+      }
   }
 
   // Keep what load(signal) resolves to; rejects if it fails, but not if it was aborted.

@@ -16,9 +16,33 @@ export function keyboard(page) {
     const handled = onText(event, page) || (state.a ? onHead(event, page) : onAll(event, page));
     if (handled) event.preventDefault();
   });
-  $('helps').append(helpButton([[['+', '−'], 'press.zoom'], [['0'], 'press.whole'], [['1'], 'press.one'], [['←', '→', '↑', '↓'], 'press.move'], [['⇧', '←'], 'press.cell'], [['Enter'], 'press.keep'], [['[', ']'], 'press.heads'], [[',', '.'], 'press.texts'],
-    [['l'], 'press.log'], [['s'], 'press.first key'], [['c'], 'press.compare'], [['/'], 'press.filter'], [['Esc'], 'press.back'], [['?'], 'press.help']],
-  [...['head', 'query', 'key'].map(name => [translate('term.' + name), translate('plain.' + name)]), ...Object.keys(SCALES).map(name => [translate('scale.' + name), translate('scale.hint.' + name)]), [translate('hide first'), translate('hide first why')], [translate('zoom one'), translate('zoom one why')], chanceWords()]));
+  $('helps').append(
+    helpButton(
+      [
+        [['+', '−'], 'press.zoom'],
+        [['0'], 'press.whole'],
+        [['1'], 'press.one'],
+        [['←', '→', '↑', '↓'], 'press.move'],
+        [['⇧', '←'], 'press.cell'],
+        [['Enter'], 'press.keep'],
+        [['[', ']'], 'press.heads'],
+        [[',', '.'], 'press.texts'],
+        [['l'], 'press.log'],
+        [['s'], 'press.first key'],
+        [['c'], 'press.compare'],
+        [['/'], 'press.filter'],
+        [['Esc'], 'press.back'],
+        [['?'], 'press.help'],
+      ],
+      [
+        ...['head', 'query', 'key'].map(name => [translate('term.' + name), translate('plain.' + name)]),
+        ...Object.keys(SCALES).map(name => [translate('scale.' + name), translate('scale.hint.' + name)]),
+        [translate('hide first'), translate('hide first why')],
+        [translate('zoom one'), translate('zoom one why')],
+        chanceWords(),
+      ],
+    ),
+  );
 }
 
 function onText(event, page) {
@@ -29,17 +53,34 @@ function onText(event, page) {
 }
 
 function onHead(event, page) {
-  const walks = event.target.closest?.('#nav'), reads = event.target.closest?.('#text'), arrow = ARROWS[event.key];
+  const walks = event.target.closest?.('#nav'),
+    reads = event.target.closest?.('#text'),
+    arrow = ARROWS[event.key];
   if (arrow && walks) {
-    const { record, i } = sceneNow(), next = record.moved(i, event.key);
+    const { record, i } = sceneNow(),
+      next = record.moved(i, event.key);
     if (next >= 0) page.setHead(next, () => $('nav').children[next].focus());
     return true;
   }
   if (arrow && reads) return false;
   const maps = sceneNow()?.layer.blocks.length > 0;
   const does = {
-    '[': () => page.stepHead(-1), ']': () => page.stepHead(1), l: () => page.nextScale(), s: () => page.flipSink(), c: () => page.flipCompare(), Escape: () => page.toAll(),
-    ...(maps ? { '+': () => zoomBy(.5), '=': () => zoomBy(.5), '-': () => zoomBy(2), 0: zoomWhole, 1: zoomOne, ...(event.target.id === 'map' || isOutside(event.target) ? { Enter: keep } : {}) } : {}),
+    '[': () => page.stepHead(-1),
+    ']': () => page.stepHead(1),
+    l: () => page.nextScale(),
+    s: () => page.flipSink(),
+    c: () => page.flipCompare(),
+    Escape: () => page.toAll(),
+    ...(maps
+      ? {
+          '+': () => zoomBy(0.5),
+          '=': () => zoomBy(0.5),
+          '-': () => zoomBy(2),
+          0: zoomWhole,
+          1: zoomOne,
+          ...(event.target.id === 'map' || isOutside(event.target) ? { Enter: keep } : {}),
+        }
+      : {}),
   }[event.key];
   if (does) does();
   else if (arrow && maps) (event.shiftKey ? step : pan)(...arrow);
@@ -48,8 +89,14 @@ function onHead(event, page) {
 }
 
 function onAll(event, page) {
-  if (event.key === '/') { $('filter').focus(); return true; }
-  if (event.key === 's' && !$('sink').hidden) { page.flipSink(); return true; }
+  if (event.key === '/') {
+    $('filter').focus();
+    return true;
+  }
+  if (event.key === 's' && !$('sink').hidden) {
+    page.flipSink();
+    return true;
+  }
   if (!$('grid').contains(event.target)) return false;
   const next = page.record().moved(litHead(), event.key);
   if (next === undefined) return false;

@@ -4,12 +4,20 @@ import { ramp } from '../shared/legend.js';
 import { short } from '../shared/numbers.js';
 import { state } from './permalink.js';
 
-const minLabel = () => state.scale === 'log' ? `≤ 0.001${NBSP}%` : '0';
-const maxLabel = top => state.scale === 'log' ? `100${NBSP}%` : short(top);
+const minLabel = () => (state.scale === 'log' ? `≤ 0.001${NBSP}%` : '0');
+const maxLabel = top => (state.scale === 'log' ? `100${NBSP}%` : short(top));
 
 export function legend(tops, compare) {
-  const one = (lut, left, right, width) => el('span', {}, el('span', { textContent: left }), ramp(lut, width), el('span', { textContent: right }));
-  const found = [one('ink', minLabel(), maxLabel(tops.ink) + (compare || state.scale === 'linear' ? '' : ` (${translate('scale.' + state.scale)})`), compare ? 60 : 128)];
+  const one = (lut, left, right, width) =>
+    el('span', {}, el('span', { textContent: left }), ramp(lut, width), el('span', { textContent: right }));
+  const found = [
+    one(
+      'ink',
+      minLabel(),
+      maxLabel(tops.ink) + (compare || state.scale === 'linear' ? '' : ` (${translate('scale.' + state.scale)})`),
+      compare ? 60 : 128,
+    ),
+  ];
   if (compare) found.push(one('apart', '−' + maxLabel(tops.apart), '+' + maxLabel(tops.apart), 60));
   return found;
 }

@@ -5,7 +5,14 @@ import { $, translate } from '../shared/dom.js';
 export function linkButton(save) {
   $('link').onclick = async () => {
     save();
-    try { await navigator.clipboard.writeText(location.href); $('link').textContent = translate('copied'); } catch { $('link').textContent = translate('copy yourself'); }
-    setTimeout(() => { $('link').textContent = translate('copy link'); }, 1600);
+    try {
+      await navigator.clipboard.writeText(location.href);
+      $('link').textContent = translate('copied');
+    } catch {
+      $('link').textContent = translate('copy yourself');
+    }
+    setTimeout(() => {
+      $('link').textContent = translate('copy link');
+    }, 1600);
   };
 }

@@ -22,18 +22,33 @@ import { loaded } from './rows.js';
 import { sharing } from './share.js';
 import { forget } from './tiles.js';
 
-let record = null, other = null, turn = 0, drawnWidth = 0, begun = false;
+let record = null,
+  other = null,
+  turn = 0,
+  drawnWidth = 0,
+  begun = false;
 const clampTo = (n, size) => Math.max(0, Math.min(size - 1, n));
 
 // The address determines what is shown; invalid parts are corrected and are never an error.
 async function route() {
-  const mine = ++turn, target = read(place.read()), wasHead = state.a;
+  const mine = ++turn,
+    target = read(place.read()),
+    wasHead = state.a;
   unsaved();
   target.run = clampTo(target.run, view.runs.length);
   target.sample = clampTo(target.sample, view.runs[target.run].samples.length);
-  const slow = setTimeout(() => { $('waiting').hidden = false; }, 400);  // at first it is shown by the page's markup
-  const shown = await sampleOf(target.run, target.sample).finally(() => { clearTimeout(slow); $('waiting').hidden = true; }), run = target.b ? clampTo(target.b.r, view.runs.length) : target.run;
-  const second = target.compare && run !== target.run ? await sampleOf(run, clampTo(target.sample, view.runs[run].samples.length)) : shown;
+  const slow = setTimeout(() => {
+    $('waiting').hidden = false;
+  }, 400); // at first it is shown by the page's markup
+  const shown = await sampleOf(target.run, target.sample).finally(() => {
+      clearTimeout(slow);
+      $('waiting').hidden = true;
+    }),
+    run = target.b ? clampTo(target.b.r, view.runs.length) : target.run;
+  const second =
+    target.compare && run !== target.run
+      ? await sampleOf(run, clampTo(target.sample, view.runs[run].samples.length))
+      : shown;
   if (mine !== turn) return;
   if (target.a) target.a = mended(shown, target.a);
   if (target.b) target.b = { r: run, ...mended(second, target.b) };
@@ -43,12 +58,16 @@ async function route() {
   Object.assign(state, target);
   show(shown, second, wasHead);
 }
-const mended = (of, { l, h }) => { const layer = of.layers.reduce((best, one) => Math.abs(one.number - l) < Math.abs(best.number - l) ? one : best); return { l: layer.number, h: clampTo(h, layer.heads) }; };
+const mended = (of, { l, h }) => {
+  const layer = of.layers.reduce((best, one) => (Math.abs(one.number - l) < Math.abs(best.number - l) ? one : best));
+  return { l: layer.number, h: clampTo(h, layer.heads) };
+};
 
 // The head to compare with at first: the same head of the next run, else a neighbour.
 function secondFor(of, a) {
   if (view.runs.length > 1) return { r: (state.run + 1) % view.runs.length, ...a };
-  const i = of.index(a.l, a.h), { l, h } = of.heads[i + 1 < of.heads.length ? i + 1 : Math.max(0, i - 1)];
+  const i = of.index(a.l, a.h),
+    { l, h } = of.heads[i + 1 < of.heads.length ? i + 1 : Math.max(0, i - 1)];
   return { r: state.run, l, h };
 }
 
@@ -66,14 +85,17 @@ function show(shown, second, wasHead) {
   entitle((all ? '' : record.short(record.index(state.a.l, state.a.h)) + ' · ') + record.title + ' · multihead');
   if (all) {
     leaveHead();
-    overview(record, i => { place.go(toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h)); });
+    overview(record, i => {
+      place.go(toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h));
+    });
     if (wasHead && root.activeElement) returnTo(Math.max(0, record.index(wasHead.l, wasHead.h)), keys.used);
     drawnWidth = size().width;
     save();
   } else {
     if (!wasHead) toTop();
     headPage(record, other);
-    if (begun && keys.used && !wasHead && root.activeElement && $('map').offsetParent) $('map').focus({ preventScroll: true });
+    if (begun && keys.used && !wasHead && root.activeElement && $('map').offsetParent)
+      $('map').focus({ preventScroll: true });
   }
   begun = true;
   watchLevels(record);
@@ -83,14 +105,33 @@ function show(shown, second, wasHead) {
 // ---- the bar
 let optioned = {};
 function bar() {
-  const names = view.runs.map(run => run.name), head = !!state.a;
+  const names = view.runs.map(run => run.name),
+    head = !!state.a;
   fill('run', names.length > 1 && names, state.run);
   const { samples, texts } = view.runs[state.run];
   $('textpick').hidden = samples.length < 2;
-  fill('sample', samples.map(one => translate(one.opening ? 'text n' : 'text without words', { n: count(one.number), texts: count(texts), opening: isolated(one.opening), tokens: count(one.keys) })), state.sample);
+  fill(
+    'sample',
+    samples.map(one =>
+      translate(one.opening ? 'text n' : 'text without words', {
+        n: count(one.number),
+        texts: count(texts),
+        opening: isolated(one.opening),
+        tokens: count(one.keys),
+      }),
+    ),
+    state.sample,
+  );
   $('textbefore').disabled = state.sample === 0;
   $('textafter').disabled = state.sample === samples.length - 1;
-  $('facts').textContent = [names.length > 1 ? '' : record.name, ...(head && !(state.compare && names.length > 1) ? [translate('tokens n', { n: count(record.keys) }), record.pattern] : [])].filter(Boolean).join(translate('join.facts'));
+  $('facts').textContent = [
+    names.length > 1 ? '' : record.name,
+    ...(head && !(state.compare && names.length > 1)
+      ? [translate('tokens n', { n: count(record.keys) }), record.pattern]
+      : []),
+  ]
+    .filter(Boolean)
+    .join(translate('join.facts'));
   $('facts').title = $('facts').textContent;
   if (!head) return;
   $('back').textContent = translate('all heads', { n: count(record.heads.length) });
@@ -111,16 +152,27 @@ function heads(id, of, chosen) {
   const key = `${of.run} ${of.sample}`;
   if (optioned[id] !== key) {
     optioned[id] = key;
-    $(id).replaceChildren(...of.layers.map(layer => el('optgroup', { label: translate('layer n', { n: layer.number }) }, ...Array.from({ length: layer.heads }, (_, h) => {
-      const i = of.index(layer.number, h);
-      return el('option', { value: i, textContent: `${of.short(i)}, ${kindName(of.kinds[i])}` });
-    }))));
+    $(id).replaceChildren(
+      ...of.layers.map(layer =>
+        el(
+          'optgroup',
+          { label: translate('layer n', { n: layer.number }) },
+          ...Array.from({ length: layer.heads }, (_, h) => {
+            const i = of.index(layer.number, h);
+            return el('option', { value: i, textContent: `${of.short(i)}, ${kindName(of.kinds[i])}` });
+          }),
+        ),
+      ),
+    );
   }
   $(id).value = chosen;
 }
 
 // ---- actions of the buttons and keys; they stay on the same page, so the address is replaced
-const go = hash => { if (hash === place.read() || hash === '#' && !place.read()) route(); else place.go(hash); };
+const go = hash => {
+  if (hash === place.read() || (hash === '#' && !place.read())) route();
+  else place.go(hash);
+};
 async function again(change) {
   Object.assign(state, change);
   saveNow();
@@ -128,7 +180,10 @@ async function again(change) {
 }
 const page = {
   record: () => record,
-  setHead: async (i, then) => { await again({ a: { ...record.heads[i] } }); then?.(); },
+  setHead: async (i, then) => {
+    await again({ a: { ...record.heads[i] } });
+    then?.();
+  },
   stepHead: by => page.setHead((record.index(state.a.l, state.a.h) + by + record.heads.length) % record.heads.length),
   // Another text of the record; the same place in it would be a place without a meaning.
   setText: async sample => {
@@ -140,10 +195,16 @@ const page = {
   flipSink: () => {
     state.masked = !state.masked;
     remember('without first', state.masked);
-    if (state.a) { forgetPanels(); redraw(); } else openingText();
+    if (state.a) {
+      forgetPanels();
+      redraw();
+    } else openingText();
   },
   flipCompare: () => again({ compare: !state.compare, b: state.b ?? secondFor(record, state.a) }),
-  nextScale: () => { state.scale = state.scale === 'log' ? 'linear' : 'log'; redraw(); },
+  nextScale: () => {
+    state.scale = state.scale === 'log' ? 'linear' : 'log';
+    redraw();
+  },
   toAll: () => go(toAll()),
 };
 
@@ -151,17 +212,22 @@ function buttons() {
   $('heada').onchange = event => page.setHead(+event.target.value);
   $('headb').onchange = event => page.setSecond(state.b.r, other.heads[+event.target.value]);
   $('runb').onchange = event => page.setSecond(+event.target.value, state.b);
-  $('run').onchange = event => again({ run: +event.target.value, sample: clampTo(state.sample, view.runs[+event.target.value].samples.length) });
+  $('run').onchange = event =>
+    again({ run: +event.target.value, sample: clampTo(state.sample, view.runs[+event.target.value].samples.length) });
   $('sample').onchange = event => page.setText(+event.target.value);
   $('textbefore').onclick = () => page.stepText(-1);
   $('textafter').onclick = () => page.stepText(1);
   $('compare').onclick = page.flipCompare;
   $('sink').onclick = page.flipSink;
-  $('zoomin').onclick = () => zoomBy(.5);
+  $('zoomin').onclick = () => zoomBy(0.5);
   $('zoomout').onclick = () => zoomBy(2);
   $('zoomwhole').onclick = zoomWhole;
   $('zoomone').onclick = zoomOne;
-  $('skip').onclick = event => { event.preventDefault(); if (state.a) $('map').focus(); else focusHead(0); };
+  $('skip').onclick = event => {
+    event.preventDefault();
+    if (state.a) $('map').focus();
+    else focusHead(0);
+  };
   linkButton(saveNow);
 }
 
@@ -174,25 +240,55 @@ async function watchLevels(of) {
     for (;;) {
       of.progress = await json(`${sampleAt(of.run, of.sample)}/levels`);
       if (of === record || of === other) {
-        if (state.a) { if (of.coarse) forget(); redraw(); } else { retryMaps(of); progressed(); }
+        if (state.a) {
+          if (of.coarse) forget();
+          redraw();
+        } else {
+          retryMaps(of);
+          progressed();
+        }
       }
       if (of.progress.state !== 'building') return;
       await new Promise(done => setTimeout(done, 700));
     }
-  } catch { watched.delete(of); }  // the server stopped; watched again when a page is shown
+  } catch {
+    watched.delete(of);
+  } // the server stopped; watched again when a page is shown
 }
 
 server.changed = () => {
   $('gone').hidden = !server.gone;
-  $('gone').replaceChildren(translate('gone') + ' ', el('code', { textContent: 'multihead view ' + view.runs.map(run => run.name).join(' ') }));
-  if (!server.gone) { forget(); if (record) { retryMaps(record); watchLevels(record); } redraw(); }
+  $('gone').replaceChildren(
+    translate('gone') + ' ',
+    el('code', { textContent: 'multihead view ' + view.runs.map(run => run.name).join(' ') }),
+  );
+  if (!server.gone) {
+    forget();
+    if (record) {
+      retryMaps(record);
+      watchLevels(record);
+    }
+    redraw();
+  }
 };
 
 // Show a head and a part of its map, as `inView` describes them; parts may be missing. Without a head, show all heads.
 export function select(chosen) {
-  if (!chosen) { go(toAll()); return; }
+  if (!chosen) {
+    go(toAll());
+    return;
+  }
   const { layer: l, head: h, queries, keys, query } = chosen;
-  go(write({ ...state, a: { l, h }, x: keys?.[0] ?? 0, y: queries?.[0] ?? 0, n: keys ? keys[1] - keys[0] : 0, q: query ?? -1 }));
+  go(
+    write({
+      ...state,
+      a: { l, h },
+      x: keys?.[0] ?? 0,
+      y: queries?.[0] ?? 0,
+      n: keys ? keys[1] - keys[0] : 0,
+      q: query ?? -1,
+    }),
+  );
 }
 
 async function start() {
@@ -205,8 +301,21 @@ async function start() {
   sharing();
   loaded.notify = redraw;
   place.listen(route);
-  resized(() => { if (sceneNow()) { forgetPanels(); redraw(); } else if (size().width !== drawnWidth && record) { drawnWidth = size().width; route(); } });
-  dark.addEventListener('change', () => { palette(); forgetPanels(); if (sceneNow()) redraw(); else if (record) route(); });
+  resized(() => {
+    if (sceneNow()) {
+      forgetPanels();
+      redraw();
+    } else if (size().width !== drawnWidth && record) {
+      drawnWidth = size().width;
+      route();
+    }
+  });
+  dark.addEventListener('change', () => {
+    palette();
+    forgetPanels();
+    if (sceneNow()) redraw();
+    else if (record) route();
+  });
   await route();
 }
 start().catch(error => {

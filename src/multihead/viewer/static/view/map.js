@@ -14,14 +14,23 @@ let before = '';
 
 // The range of cells to draw, at the level that fits the zoom; while the coarse levels are being built, at level 5 at most.
 function spanFor(scene, view, cell) {
-  const level = levelFor(scene.layer, cell), usable = scene.coarse ? level : Math.min(level, 5), span = range(scene.layer, view, usable);
+  const level = levelFor(scene.layer, cell),
+    usable = scene.coarse ? level : Math.min(level, 5),
+    span = range(scene.layer, view, usable);
   return tilesOf({}, span).length > 24 ? null : span;
 }
 
 function draw(scene, pointed) {
-  const stage = $('stage'), width = stage.clientWidth, height = stage.clientHeight, { layer } = scene;
+  const stage = $('stage'),
+    width = stage.clientWidth,
+    height = stage.clientHeight,
+    { layer } = scene;
   // Tokens on the rulers need more room, but only if the cells then stay large enough to be labelled.
-  const strips = state.compare ? [] : margins(scene), fit = long => panes(layer, width, height, { compare: state.compare, long, margins: !state.compare && layer.margins.length }), roomy = fit(true), view = viewOf(layer);
+  const strips = state.compare ? [] : margins(scene),
+    fit = long =>
+      panes(layer, width, height, { compare: state.compare, long, margins: !state.compare && layer.margins.length }),
+    roomy = fit(true),
+    view = viewOf(layer);
   const boxes = scene.sides.key.text && roomy[0].x >= WORDS ? roomy : fit(false);
   // A wide map may be less high than it is wide; the rows in view follow from the pane.
   view.rows = boxes[0].py / boxes[0].y;
@@ -40,35 +49,58 @@ function draw(scene, pointed) {
 // The level of the small map of the whole: the finest that is one tile; not drawn until the coarse levels are built.
 const upperOf = layer => Math.max(0, layer.blocks.length - 3);
 function wholeSpan(scene) {
-  const { layer } = scene, level = upperOf(layer);
+  const { layer } = scene,
+    level = upperOf(layer);
   return scene.coarse || level < 6 ? range(layer, { x: 0, y: 0, rows: layer.queries, cols: layer.keys }, level) : null;
 }
 
 // Collect the cells of each pane, again only when tiles arrived, the view moved or the colours changed.
 function gather(scene, span) {
   const places = [scene.a, ...(state.compare ? [scene.b] : [])];
-  if (!span) { want([]); Object.assign(shown, { a: null, b: null, d: null }); before = ''; return; }
-  const overview = wholeSpan(scene), top = overview ? tilesOf(scene.a, overview) : [];
-  const below = state.compare && scene.coarse ? tilesOf(scene.b, range(scene.otherLayer, viewOf(scene.layer), upperOf(scene.otherLayer))) : [];
+  if (!span) {
+    want([]);
+    Object.assign(shown, { a: null, b: null, d: null });
+    before = '';
+    return;
+  }
+  const overview = wholeSpan(scene),
+    top = overview ? tilesOf(scene.a, overview) : [];
+  const below =
+    state.compare && scene.coarse
+      ? tilesOf(scene.b, range(scene.otherLayer, viewOf(scene.layer), upperOf(scene.otherLayer)))
+      : [];
   want([...top, ...places.flatMap((where, p) => tilesOf(where, p ? within(scene.otherLayer, span) : span)), ...below]);
   const key = [JSON.stringify(span), JSON.stringify(places), state.scale, arrived.count, dark.matches].join();
   if (key === before) return;
   before = key;
-  const a = cells(scene.a, scene.layer, span), b = state.compare ? stretched(cells(scene.b, scene.otherLayer, within(scene.otherLayer, span)), span) : null;
+  const a = cells(scene.a, scene.layer, span),
+    b = state.compare ? stretched(cells(scene.b, scene.otherLayer, within(scene.otherLayer, span)), span) : null;
   const d = b && difference(a, b);
   shown.tops = { ink: endOf(Math.max(largest(a), b ? largest(b) : 0), span), apart: endOf(d ? farthest(d) : 0, span) };
-  for (const [name, one] of [['a', a], ['b', b], ['d', d]]) {
-    shown[name] = one && { ...one, picture: bitmap(one, name === 'd' ? 'apart' : 'ink', state.scale, shown.tops[name === 'd' ? 'apart' : 'ink']) };
+  for (const [name, one] of [
+    ['a', a],
+    ['b', b],
+    ['d', d],
+  ]) {
+    shown[name] = one && {
+      ...one,
+      picture: bitmap(one, name === 'd' ? 'apart' : 'ink', state.scale, shown.tops[name === 'd' ? 'apart' : 'ink']),
+    };
   }
 }
 
-const endOf = (largest, { high, wide }) => state.scale === 'linear' ? largest : rootEnd(largest, high * wide === 1);
+const endOf = (largest, { high, wide }) => (state.scale === 'linear' ? largest : rootEnd(largest, high * wide === 1));
 
 // Another run may have fewer tokens, or no cells of this size: cells outside of it are absent.
 function within(layer, span) {
-  const [high, wide] = layer.blocks[span.level] ?? [], has = high === span.high && wide === span.wide;
-  const cut = (size, n, block, from) => has ? Math.max(0, Math.min(size, Math.ceil(n / block) - from)) : 0;
-  return { ...span, rows: cut(span.rows, layer.queries, high, span.r0), cols: cut(span.cols, layer.keys, wide, span.c0) };
+  const [high, wide] = layer.blocks[span.level] ?? [],
+    has = high === span.high && wide === span.wide;
+  const cut = (size, n, block, from) => (has ? Math.max(0, Math.min(size, Math.ceil(n / block) - from)) : 0);
+  return {
+    ...span,
+    rows: cut(span.rows, layer.queries, high, span.r0),
+    cols: cut(span.cols, layer.keys, wide, span.c0),
+  };
 }
 function stretched(one, span) {
   if (one.rows === span.rows && one.cols === span.cols) return one;
@@ -78,8 +110,12 @@ function stretched(one, span) {
 }
 
 function drawPane(pen, pane, scene, pointed) {
-  const { left, above, width, height } = pane, one = shown[pane.which], ratio = devicePixelRatio || 1;
-  const x = j => left + (j - state.x) * pane.x, y = i => above + (i - state.y) * pane.y, snap = v => Math.round(v * ratio) / ratio;
+  const { left, above, width, height } = pane,
+    one = shown[pane.which],
+    ratio = devicePixelRatio || 1;
+  const x = j => left + (j - state.x) * pane.x,
+    y = i => above + (i - state.y) * pane.y,
+    snap = v => Math.round(v * ratio) / ratio;
   pen.save();
   pen.beginPath();
   pen.rect(left, above, width, height);
@@ -87,11 +123,19 @@ function drawPane(pen, pane, scene, pointed) {
   pen.fillStyle = css('paper');
   pen.fillRect(left, above, width, height);
   if (one) {
-    const { high, wide } = shown.span, x0 = snap(x(one.c0 * wide)), y0 = snap(y(one.r0 * high));
+    const { high, wide } = shown.span,
+      x0 = snap(x(one.c0 * wide)),
+      y0 = snap(y(one.r0 * high));
     pen.fillStyle = hatching(pen);
     pen.fillRect(left, above, width, height);
     pen.imageSmoothingEnabled = Math.min(pane.x * wide, pane.y * high) * ratio < 1;
-    pen.drawImage(one.picture, x0, y0, snap(x(Math.min(scene.layer.keys, (one.c0 + one.cols) * wide))) - x0, snap(y(Math.min(scene.layer.queries, (one.r0 + one.rows) * high))) - y0);
+    pen.drawImage(
+      one.picture,
+      x0,
+      y0,
+      snap(x(Math.min(scene.layer.keys, (one.c0 + one.cols) * wide))) - x0,
+      snap(y(Math.min(scene.layer.queries, (one.r0 + one.rows) * high))) - y0,
+    );
   }
   if (scene.a.masked && state.x < 1) line(pen, 'mark', [x(1), above, x(1), above + height], [3, 3]);
   outlineRow(pen, pane, y, state.q, 'mark', 1.25);
@@ -99,7 +143,7 @@ function drawPane(pen, pane, scene, pointed) {
   pen.restore();
   pen.strokeStyle = css('line2');
   pen.lineWidth = 1;
-  pen.strokeRect(left - .5, above - .5, width + 1, height + 1);
+  pen.strokeRect(left - 0.5, above - 0.5, width + 1, height + 1);
   if (state.compare) title(pen, pane, scene);
   rulers(pen, pane, scene.layer, pane.which === 'b' ? scene.otherSides : scene.sides, pointed);
 }
@@ -119,19 +163,20 @@ function line(pen, colour, [x1, y1, x2, y2], dash = []) {
 function outlineRow(pen, pane, y, i, colour, lineWidth) {
   Object.assign(pen, { lineWidth, strokeStyle: css(colour) });
   if (pane.y > 3) pen.strokeRect(pane.left - 2, y(i), pane.width + 4, pane.y);
-  else line(pen, colour, [pane.left, y(i + .5), pane.left + pane.width, y(i + .5)]);
+  else line(pen, colour, [pane.left, y(i + 0.5), pane.left + pane.width, y(i + 0.5)]);
 }
 
 function crosshair(pen, pane, x, y, [i, j]) {
-  pen.globalAlpha = .5;
+  pen.globalAlpha = 0.5;
   outlineRow(pen, pane, y, i, 'ink', 1);
   if (j >= 0 && pane.x > 3) pen.strokeRect(x(j), pane.above - 2, pane.x, pane.height + 4);
-  else if (j >= 0) line(pen, 'ink', [x(j + .5), pane.above, x(j + .5), pane.above + pane.height]);
+  else if (j >= 0) line(pen, 'ink', [x(j + 0.5), pane.above, x(j + 0.5), pane.above + pane.height]);
   pen.globalAlpha = 1;
 }
 
 function title(pen, pane, scene) {
-  const y = pane.above - pane.top + 14, [name, kind] = scene.titles[pane.which];
+  const y = pane.above - pane.top + 14,
+    [name, kind] = scene.titles[pane.which];
   pen.textBaseline = 'middle';
   pen.font = `600 13px ${css('sans')}`;
   pen.fillStyle = css('ink');
@@ -147,13 +192,16 @@ function title(pen, pane, scene) {
 // Label the hatched triangle of a causal map, where it is wide enough.
 function maskedLabel(pen, pane, layer, scene) {
   if (!shown.a || pane.phone || layer.pattern !== 'causal') return;
-  const key = state.x + state.n * .74, query = state.y + pane.py / pane.y * .2;
-  if (key <= query + (layer.queryStart ?? 0) + state.n * .2 || key > layer.keys || query > layer.queries) return;
-  const words = translate('later keys'), x = pane.left + (key - state.x) * pane.x, y = pane.above + (query - state.y) * pane.y;
+  const key = state.x + state.n * 0.74,
+    query = state.y + (pane.py / pane.y) * 0.2;
+  if (key <= query + (layer.queryStart ?? 0) + state.n * 0.2 || key > layer.keys || query > layer.queries) return;
+  const words = translate('later keys'),
+    x = pane.left + (key - state.x) * pane.x,
+    y = pane.above + (query - state.y) * pane.y;
   pen.font = `12px ${css('sans')}`;
   pen.textAlign = 'center';
   const wide = pen.measureText(words).width;
-  if (wide > pane.width * .45) return;
+  if (wide > pane.width * 0.45) return;
   pen.fillStyle = css('paper');
   pen.fillRect(x - wide / 2 - 6, y - 10, wide + 12, 20);
   pen.fillStyle = css('faint');
@@ -162,8 +210,13 @@ function maskedLabel(pen, pane, layer, scene) {
 
 // Draw a small map of the whole, with a frame around the part in view.
 export function mini(scene) {
-  const canvas = $('mini'), { layer } = scene, aspect = aspectOf(layer), span = wholeSpan(scene);
-  const scale = 184 / Math.max(layer.keys, layer.queries * aspect), width = Math.max(8, layer.keys * scale), height = Math.max(8, layer.queries * aspect * scale);
+  const canvas = $('mini'),
+    { layer } = scene,
+    aspect = aspectOf(layer),
+    span = wholeSpan(scene);
+  const scale = 184 / Math.max(layer.keys, layer.queries * aspect),
+    width = Math.max(8, layer.keys * scale),
+    height = Math.max(8, layer.queries * aspect * scale);
   const pen = sized(canvas, width, height);
   pen.fillStyle = css('paper');
   pen.fillRect(0, 0, width, height);
@@ -171,13 +224,23 @@ export function mini(scene) {
     const one = cells(scene.a, layer, span);
     pen.fillStyle = hatching(pen, 5);
     pen.fillRect(0, 0, width, height);
-    pen.imageSmoothingEnabled = width / one.cols * (devicePixelRatio || 1) < 1;
-    pen.drawImage(bitmap(one, 'ink', state.scale, endOf(largest(one), span)), 0, 0, one.cols * span.wide * scale, one.rows * span.high * scale * aspect);
+    pen.imageSmoothingEnabled = (width / one.cols) * (devicePixelRatio || 1) < 1;
+    pen.drawImage(
+      bitmap(one, 'ink', state.scale, endOf(largest(one), span)),
+      0,
+      0,
+      one.cols * span.wide * scale,
+      one.rows * span.high * scale * aspect,
+    );
   }
   pen.strokeStyle = css('line2');
-  pen.strokeRect(.5, .5, width - 1, height - 1);
-  const box = (from, size, max) => { const s = Math.min(max - 2, Math.max(size, 9)); return [Math.min(max - s - 1, Math.max(1, from - (s - size) / 2)), s]; };
-  const [x, w] = box(state.x * scale, state.n * scale, width), [y, h] = box(state.y * scale * aspect, state.n * scale, height);
+  pen.strokeRect(0.5, 0.5, width - 1, height - 1);
+  const box = (from, size, max) => {
+    const s = Math.min(max - 2, Math.max(size, 9));
+    return [Math.min(max - s - 1, Math.max(1, from - (s - size) / 2)), s];
+  };
+  const [x, w] = box(state.x * scale, state.n * scale, width),
+    [y, h] = box(state.y * scale * aspect, state.n * scale, height);
   pen.strokeStyle = css('mark');
   pen.lineWidth = 2;
   pen.strokeRect(x, y, w, h);

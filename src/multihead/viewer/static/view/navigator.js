@@ -5,7 +5,9 @@ import { state, toHead } from './permalink.js';
 
 let built = '';
 export function navigator(scene) {
-  const { record, i, j } = scene, box = $('nav'), key = `${record.run} ${record.sample}`;
+  const { record, i, j } = scene,
+    box = $('nav'),
+    key = `${record.run} ${record.sample}`;
   if (built !== key) {
     built = key;
     const size = Math.max(4, Math.min(15, Math.floor(184 / record.widest) - 2));
@@ -13,19 +15,28 @@ export function navigator(scene) {
     box.style.setProperty('--navh', Math.max(4, Math.min(11, size, Math.floor(230 / record.layers.length) - 2)) + 'px');
     box.setAttribute('role', 'group');
     box.setAttribute('aria-label', translate('all heads', { n: record.heads.length }));
-    box.replaceChildren(...record.heads.map((head, n) => {
-      const link = el('a', { k: record.kinds[n], 'aria-label': record.named(n), title: `${record.short(n)}, ${kindNames(record.allKinds[n])}`, tabIndex: -1 });
-      link.style.gridRow = record.layers.indexOf(record.layer(n)) + 1;
-      link.style.gridColumn = head.h + 1;
-      return link;
-    }));
+    box.replaceChildren(
+      ...record.heads.map((head, n) => {
+        const link = el('a', {
+          k: record.kinds[n],
+          'aria-label': record.named(n),
+          title: `${record.short(n)}, ${kindNames(record.allKinds[n])}`,
+          tabIndex: -1,
+        });
+        link.style.gridRow = record.layers.indexOf(record.layer(n)) + 1;
+        link.style.gridColumn = head.h + 1;
+        return link;
+      }),
+    );
   }
   [...box.children].forEach((link, n) => {
     link.href = toHead(record.run, record.sample, record.heads[n].l, record.heads[n].h);
-    if (n === i) link.setAttribute('aria-current', 'page'); else link.removeAttribute('aria-current');
+    if (n === i) link.setAttribute('aria-current', 'page');
+    else link.removeAttribute('aria-current');
     link.tabIndex = n === i ? 0 : -1;
     link.classList.toggle('second', state.compare && n === j && scene.otherRecord === record);
   });
-  const mark = box.children[i], from = mark.offsetTop - box.offsetTop;
+  const mark = box.children[i],
+    from = mark.offsetTop - box.offsetTop;
   if (from < box.scrollTop || from > box.scrollTop + box.clientHeight - 12) box.scrollTop = from - box.clientHeight / 2;
 }

@@ -6,18 +6,42 @@ import { toHead } from './permalink.js';
 
 let turn = 0;
 export function nearest(scene) {
-  const mine = ++turn, { run, sample, l, h } = scene.a, box = $('nearest');
+  const mine = ++turn,
+    { run, sample, l, h } = scene.a,
+    box = $('nearest');
   const find = async () => {
     box.replaceChildren(waitingNote());
     const answer = await json(`${headAt(run, sample, l, h)}/nearest?top=5`).catch(error => ({ error: error.message }));
     if (mine !== turn) return;
-    const found = Array.isArray(answer) ? answer : answer.heads ?? [], every = answer.every ?? 1;
-    if (!found.length) { box.replaceChildren(el('p', { className: 'note', textContent: answer.error || translate('no nearest') })); return; }
+    const found = Array.isArray(answer) ? answer : (answer.heads ?? []),
+      every = answer.every ?? 1;
+    if (!found.length) {
+      box.replaceChildren(el('p', { className: 'note', textContent: answer.error || translate('no nearest') }));
+      return;
+    }
     const rows = found.map(one => {
-      const i = scene.record.index(one.layer, one.head), kind = scene.record.kinds[i];
-      return el('li', {}, el('a', { href: toHead(run, sample, one.layer, one.head), k: kind }, glyph(kind), scene.record.short(i), el('small', { textContent: kindName(kind) }), el('span', { className: 'num', textContent: one.divergence?.toFixed(3) ?? '–' })));
+      const i = scene.record.index(one.layer, one.head),
+        kind = scene.record.kinds[i];
+      return el(
+        'li',
+        {},
+        el(
+          'a',
+          { href: toHead(run, sample, one.layer, one.head), k: kind },
+          glyph(kind),
+          scene.record.short(i),
+          el('small', { textContent: kindName(kind) }),
+          el('span', { className: 'num', textContent: one.divergence?.toFixed(3) ?? '–' }),
+        ),
+      );
     });
-    box.replaceChildren(el('ul', { className: 'near' }, ...rows), el('p', { className: 'note', textContent: every > 1 ? translate('divergence every', { n: every }) : translate('divergence') }));
+    box.replaceChildren(
+      el('ul', { className: 'near' }, ...rows),
+      el('p', {
+        className: 'note',
+        textContent: every > 1 ? translate('divergence every', { n: every }) : translate('divergence'),
+      }),
+    );
   };
   box.replaceChildren(el('button', { className: 'btn', textContent: translate('find nearest'), onclick: find }));
 }

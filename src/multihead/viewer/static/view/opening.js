@@ -10,36 +10,65 @@ import { json, sampleAt } from './api.js';
 import { state, toCell, toHead } from './permalink.js';
 import { view } from './record.js';
 
-const FOLDED = 180;  // tokens of a long text
-let record = null, unfolded = false, chosen = -1, turn = 0;
+const FOLDED = 180; // tokens of a long text
+let record = null,
+  unfolded = false,
+  chosen = -1,
+  turn = 0;
 
-const largest = (weights, hidden = -1) => weights.reduce((best, w, p) => p !== hidden && (best < 0 || w > weights[best]) ? p : best, -1);
+const largest = (weights, hidden = -1) =>
+  weights.reduce((best, w, p) => (p !== hidden && (best < 0 || w > weights[best]) ? p : best), -1);
 
 export function openingText(shown = record) {
-  if (shown !== record) { unfolded = false; chosen = -1; }
+  if (shown !== record) {
+    unfolded = false;
+    chosen = -1;
+  }
   record = shown;
   turn++;
-  const { texts: [text, ...others], received } = record, box = $('words');
+  const {
+      texts: [text, ...others],
+      received,
+    } = record,
+    box = $('words');
   $('sink').hidden = !text || !received;
   $('sink').setAttribute('aria-pressed', String(state.masked));
   $('opening').hidden = !text;
   if (!text) return;
-  const long = text.shown.length > FOLDED, to = long && !unfolded ? FOLDED : text.shown.length, hidden = state.masked ? 0 : -1, spans = setText(box, text, 0, to);
+  const long = text.shown.length > FOLDED,
+    to = long && !unfolded ? FOLDED : text.shown.length,
+    hidden = state.masked ? 0 : -1,
+    spans = setText(box, text, 0, to);
   if (to < text.shown.length) box.append(' …');
   box.classList.toggle('folded', long && !unfolded);
   // A text that scrolls can be reached with the keyboard.
-  for (const [name, value] of Object.entries({ role: 'region', tabindex: '0', 'aria-label': translate('the text') })) if (long && unfolded && !asks()) box.setAttribute(name, value); else box.removeAttribute(name);
+  for (const [name, value] of Object.entries({ role: 'region', tabindex: '0', 'aria-label': translate('the text') }))
+    if (long && unfolded && !asks()) box.setAttribute(name, value);
+    else box.removeAttribute(name);
   $('unfold').hidden = !long;
-  $('unfold').textContent = unfolded ? translate('less text') : translate('whole text', { tokens: count(text.shown.length) });
-  $('unfold').onclick = () => { unfolded = !unfolded; openingText(); };
+  $('unfold').textContent = unfolded
+    ? translate('less text')
+    : translate('whole text', { tokens: count(text.shown.length) });
+  $('unfold').onclick = () => {
+    unfolded = !unfolded;
+    openingText();
+  };
   const notes = [];
   if (received) {
-    const top = largest(received, hidden), end = rootEnd(received[top] ?? 0, false);
+    const top = largest(received, hidden),
+      end = rootEnd(received[top] ?? 0, false);
     spans.forEach((span, p) => {
       paint(span, p === hidden ? 0 : tone(state.scale, received[p], end));
-      span.title = text.flags[p] & PART ? translate('part of', { token: quoted(text.labels[firstPart(text, p)]) }) : translate('receives', { share: percent(received[p]) });
+      span.title =
+        text.flags[p] & PART
+          ? translate('part of', { token: quoted(text.labels[firstPart(text, p)]) })
+          : translate('receives', { share: percent(received[p]) });
     });
-    if (top >= 0) notes.push(translate('painted', { token: quoted(text.labels[top]), share: percent(received[top]) }), ...(state.scale === 'log' ? [] : [translate('scale.end', { end: exact(end) })]));
+    if (top >= 0)
+      notes.push(
+        translate('painted', { token: quoted(text.labels[top]), share: percent(received[top]) }),
+        ...(state.scale === 'log' ? [] : [translate('scale.end', { end: exact(end) })]),
+      );
     if (!hidden) notes.push(translate('first hidden', { token: quoted(text.labels[0]), share: percent(received[0]) }));
   } else notes.push(translate('unpainted'));
   if (text.flags.some(flag => flag & UNKNOWN)) notes.push(translate('unknown'));
@@ -57,7 +86,10 @@ export function openingText(shown = record) {
   if (chosen >= 0) look(spans, text);
   const other = others.find(each => each);
   $('othertitle').hidden = $('othertext').hidden = !other;
-  if (other) { setText($('othertext'), other, 0, Math.min(other.shown.length, FOLDED)); if (other.shown.length > FOLDED) $('othertext').append(' …'); }
+  if (other) {
+    setText($('othertext'), other, 0, Math.min(other.shown.length, FOLDED));
+    if (other.shown.length > FOLDED) $('othertext').append(' …');
+  }
 }
 
 // Whether the page can answer: it has weights of layers whose keys are this text.
@@ -72,29 +104,83 @@ function firstPart(text, p) {
 // A token that looks at the chosen one, and its weight: a link to the cell, with the position of the token if the text has it more
 // than once.
 function looker(l, h, { text, from }, q, w) {
-  const p = q + from, first = text ? firstPart(text, p) : p, name = text?.labels[first] ?? String(q);
+  const p = q + from,
+    first = text ? firstPart(text, p) : p,
+    name = text?.labels[first] ?? String(q);
   const again = text && (first !== p || text.labels.indexOf(name) !== text.labels.lastIndexOf(name));
-  const cell = el('a', { href: toCell(record.run, record.sample, l, h, q, chosen), title: `${translate('query')} ${count(q)} → ${translate('key')} ${count(chosen)}` }, quoted(name), ...(again ? [el('sub', { textContent: count(q) })] : []));
+  const cell = el(
+    'a',
+    {
+      href: toCell(record.run, record.sample, l, h, q, chosen),
+      title: `${translate('query')} ${count(q)} → ${translate('key')} ${count(chosen)}`,
+    },
+    quoted(name),
+    ...(again ? [el('sub', { textContent: count(q) })] : []),
+  );
   return el('span', { className: 'looker' }, cell, NBSP + short(w));
 }
 
 async function look(spans, text) {
-  const mine = turn, token = quoted(text.labels[firstPart(text, chosen)]), box = $('looking');
+  const mine = turn,
+    token = quoted(text.labels[firstPart(text, chosen)]),
+    box = $('looking');
   box.replaceChildren(el('progress'), ' ', translate('comparing'));
-  const { heads, tokens, error } = await json(`${sampleAt(record.run, record.sample)}/looking?key=${chosen}`).catch(found => ({ heads: [], error: found.message }));
+  const { heads, tokens, error } = await json(`${sampleAt(record.run, record.sample)}/looking?key=${chosen}`).catch(
+    found => ({ heads: [], error: found.message }),
+  );
   if (mine !== turn) return;
-  const back = el('button', { className: 'btn', textContent: translate('looks.back'), onclick: () => { chosen = -1; openingText(); } });
-  if (!heads.length) { box.replaceChildren(el('p', { className: 'note', textContent: error ?? translate('looks.none') }), back); return; }
+  const back = el('button', {
+    className: 'btn',
+    textContent: translate('looks.back'),
+    onclick: () => {
+      chosen = -1;
+      openingText();
+    },
+  });
+  if (!heads.length) {
+    box.replaceChildren(el('p', { className: 'note', textContent: error ?? translate('looks.none') }), back);
+    return;
+  }
   const end = rootEnd(tokens[largest(tokens)], false);
   spans.forEach((span, p) => {
     paint(span, tone(state.scale, tokens[p], end));
     span.title = `${isolated(text.labels[p])} ${short(tokens[p])}`;
   });
   const rows = heads.map(({ layer, head, share, queries }) => {
-    const i = record.index(layer, head), side = record.sides(record.numbered.get(layer)).query;
-    return el('li', {}, el('a', { href: toHead(record.run, record.sample, layer, head), k: record.kinds[i] }, glyph(record.kinds[i]), record.short(i)), el('span', { className: 'num', textContent: short(share) }),
-      el('small', {}, translate('looks.from') + ' ', ...queries.flatMap(([q, w], n) => [n ? translate('join.comma') : '', looker(layer, head, side, q, w)])));
+    const i = record.index(layer, head),
+      side = record.sides(record.numbered.get(layer)).query;
+    return el(
+      'li',
+      {},
+      el(
+        'a',
+        { href: toHead(record.run, record.sample, layer, head), k: record.kinds[i] },
+        glyph(record.kinds[i]),
+        record.short(i),
+      ),
+      el('span', { className: 'num', textContent: short(share) }),
+      el(
+        'small',
+        {},
+        translate('looks.from') + ' ',
+        ...queries.flatMap(([q, w], n) => [n ? translate('join.comma') : '', looker(layer, head, side, q, w)]),
+      ),
+    );
   });
-  const notes = [translate('looks.note', { token }), ...(state.scale === 'log' ? [] : [translate('scale.end', { end: exact(end) })]), ...(record.layers.some(layer => layer.rows === 'largest') ? [translate('looks.stored')] : [])];
-  box.replaceChildren(el('div', { className: 'about' }, el('h3', { textContent: translate('looks.title', { token }) }), tickedRamp(220, state.scale, end)), el('ul', {}, ...rows), el('p', { className: 'note', textContent: notes.join(translate('join.sentences')) }), back);
+  const notes = [
+    translate('looks.note', { token }),
+    ...(state.scale === 'log' ? [] : [translate('scale.end', { end: exact(end) })]),
+    ...(record.layers.some(layer => layer.rows === 'largest') ? [translate('looks.stored')] : []),
+  ];
+  box.replaceChildren(
+    el(
+      'div',
+      { className: 'about' },
+      el('h3', { textContent: translate('looks.title', { token }) }),
+      tickedRamp(220, state.scale, end),
+    ),
+    el('ul', {}, ...rows),
+    el('p', { className: 'note', textContent: notes.join(translate('join.sentences')) }),
+    back,
+  );
 }

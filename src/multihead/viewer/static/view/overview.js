@@ -10,18 +10,61 @@ import { definitions, numbersTable } from '../shared/statistics.js';
 import { showRows, table } from '../shared/table.js';
 import { downloads, json, sampleAt } from './api.js';
 import { changed } from './changed.js';
-import { drawRow, fade, grid, headLink, inspected, listeners, litHead, mapBlocks, mapsMissing, redrawRows, scaleTop, thumb, topWeight } from './grid.js';
+import {
+  drawRow,
+  fade,
+  grid,
+  headLink,
+  inspected,
+  listeners,
+  litHead,
+  mapBlocks,
+  mapsMissing,
+  redrawRows,
+  scaleTop,
+  thumb,
+  topWeight,
+} from './grid.js';
 import { printed } from './host.js';
 import { openingText } from './opening.js';
 import { save, state, toHead } from './permalink.js';
 import { view } from './record.js';
 
-let record = null, goTo = () => {};
-const asFiltered = i => ({ ...record.heads[i], kinds: record.allKinds[i], path: record.layer(i).name, role: record.layer(i).role, aligned: record.aligned(i) });
-const marks = i => record.aligned(i) ? [alignmentTag()] : [];
-const passes = i => (!state.kind || record.allKinds[i].includes(state.kind)) && (!state.filter || fits(state.filter, record.metrics, i, asFiltered(i)));
-const why = () => unmatched(state.filter, record.metrics, record.unrecorded, record.heads.map((_, i) => asFiltered(i)));
-const statisticsTable = () => table({ kinds: record.allKinds, statistics: record.metrics, link: i => headLink(record, i), path: i => record.layer(i).name, passes, order: state.order, reorder: order => { state.order = order; save(); }, why: why(), marks });
+let record = null,
+  goTo = () => {};
+const asFiltered = i => ({
+  ...record.heads[i],
+  kinds: record.allKinds[i],
+  path: record.layer(i).name,
+  role: record.layer(i).role,
+  aligned: record.aligned(i),
+});
+const marks = i => (record.aligned(i) ? [alignmentTag()] : []);
+const passes = i =>
+  (!state.kind || record.allKinds[i].includes(state.kind)) &&
+  (!state.filter || fits(state.filter, record.metrics, i, asFiltered(i)));
+const why = () =>
+  unmatched(
+    state.filter,
+    record.metrics,
+    record.unrecorded,
+    record.heads.map((_, i) => asFiltered(i)),
+  );
+const statisticsTable = () =>
+  table({
+    kinds: record.allKinds,
+    statistics: record.metrics,
+    link: i => headLink(record, i),
+    path: i => record.layer(i).name,
+    passes,
+    order: state.order,
+    reorder: order => {
+      state.order = order;
+      save();
+    },
+    why: why(),
+    marks,
+  });
 
 export function overview(shown, openHead) {
   record = shown;
@@ -29,7 +72,11 @@ export function overview(shown, openHead) {
   if (!record.legend.some(kind => kind.id === state.kind)) state.kind = '';
   $('title').textContent = record.title;
   $('lead').textContent = record.lead;
-  $('rowoffacts').replaceChildren(...record.facts.map(([label, value]) => el('div', {}, el('dt', { textContent: label }), el('dd', { className: 'num', textContent: value }))));
+  $('rowoffacts').replaceChildren(
+    ...record.facts.map(([label, value]) =>
+      el('div', {}, el('dt', { textContent: label }), el('dd', { className: 'num', textContent: value })),
+    ),
+  );
   openingText(record);
   $('filter').value = state.filter;
   chips();
@@ -38,7 +85,8 @@ export function overview(shown, openHead) {
   let drawnTop = scaleTop();
   listeners.arrived = (of, l) => {
     if (of !== record) return;
-    if (state.scale !== 'log' && scaleTop() !== drawnTop) redrawRows(); else drawRow(l);
+    if (state.scale !== 'log' && scaleTop() !== drawnTop) redrawRows();
+    else drawRow(l);
     drawnTop = scaleTop();
     scale();
     later();
@@ -49,7 +97,11 @@ export function overview(shown, openHead) {
   statisticsTable();
   links();
   changed(record);
-  definitions($('defs'), [...record.metrics, ...(record.received ? [{ id: 'received', label: record.labels.received }] : [])], record.legend);
+  definitions(
+    $('defs'),
+    [...record.metrics, ...(record.received ? [{ id: 'received', label: record.labels.received }] : [])],
+    record.legend,
+  );
   $('endsnote').hidden = !['previous_mass', 'next_mass'].every(id => record.metrics.some(one => one.id === id));
   $('foot').textContent = [view.foot, record.stored].filter(Boolean).join(translate('join.sentences'));
 }
@@ -58,41 +110,99 @@ export function overview(shown, openHead) {
 let waiting = 0;
 function later() {
   clearTimeout(waiting);
-  waiting = setTimeout(() => { inspect(litHead()); findings(); statisticsTable(); }, 150);
+  waiting = setTimeout(() => {
+    inspect(litHead());
+    findings();
+    statisticsTable();
+  }, 150);
 }
 
 // Of several texts: what stands out over all of them, or on the chosen one; the maps are those of the chosen one.
-const together = new Map();  // run -> the answer, or null until it has arrived
+const together = new Map(); // run -> the answer, or null until it has arrived
 let ofAll = true;
 function findingsOfAll(run) {
   if (!together.has(run)) {
     together.set(run, null);
-    json(`api/runs/${run}/texts`).then(answer => together.set(run, answer.findings), () => together.delete(run)).finally(() => { if (together.get(run) && record.run === run) findings(); });
+    json(`api/runs/${run}/texts`)
+      .then(
+        answer => together.set(run, answer.findings),
+        () => together.delete(run),
+      )
+      .finally(() => {
+        if (together.get(run) && record.run === run) findings();
+      });
   }
   return together.get(run);
 }
 function choiceOfTexts({ samples, texts }) {
-  const choice = (all, words) => el('button', { textContent: words, 'aria-pressed': String(ofAll === all), onclick: () => { ofAll = all; findings(); $('findsof').querySelector('[aria-pressed=true]').focus(); } });
+  const choice = (all, words) =>
+    el('button', {
+      textContent: words,
+      'aria-pressed': String(ofAll === all),
+      onclick: () => {
+        ofAll = all;
+        findings();
+        $('findsof').querySelector('[aria-pressed=true]').focus();
+      },
+    });
   const n = count(samples[record.sample].number);
-  $('findsof').replaceChildren(el('span', { className: 'seg', role: 'group', 'aria-label': translate('findings') }, choice(true, translate('over all texts', { texts: count(texts) })), choice(false, translate('on text', { n }))), el('span', { className: 'note', textContent: ofAll ? translate('maps of text', { n }) : '' }));
+  $('findsof').replaceChildren(
+    el(
+      'span',
+      { className: 'seg', role: 'group', 'aria-label': translate('findings') },
+      choice(true, translate('over all texts', { texts: count(texts) })),
+      choice(false, translate('on text', { n })),
+    ),
+    el('span', { className: 'note', textContent: ofAll ? translate('maps of text', { n }) : '' }),
+  );
 }
 
 function findings() {
-  const run = view.runs[record.run], several = run.comparable && run.samples.length > 1, found = several && ofAll ? findingsOfAll(record.run) : record.findings;
+  const run = view.runs[record.run],
+    several = run.comparable && run.samples.length > 1,
+    found = several && ofAll ? findingsOfAll(record.run) : record.findings;
   $('findsec').hidden = false;
   $('findsof').hidden = !several;
   if (several) choiceOfTexts(run);
-  if (!found) { $('finds').replaceChildren(el('li', {}, waitingNote())); return; }
-  if (!found.length) { $('finds').replaceChildren(el('li', { textContent: translate('nothing stands out') })); return; }
-  $('finds').replaceChildren(...found.map(({ layer, head, sentence, count: number, over_texts: over }) => {
-    const i = record.index(layer, head), notes = [over?.sentence, number, isOutline(record.kinds[i]) ? translate('map of text') : ''];
-    const words = el('p', {}, el('b', { textContent: record.long(i) }), translate('join.sentences') + sentence, el('small', { textContent: notes.filter(Boolean).join(translate('join.parts')) }));
-    return el('li', {}, el('a', { href: toHead(record.run, record.sample, layer, head) }, el('span', { className: 'framed', k: record.kinds[i] }, thumb(record, i, 56)), words));
-  }));
+  if (!found) {
+    $('finds').replaceChildren(el('li', {}, waitingNote()));
+    return;
+  }
+  if (!found.length) {
+    $('finds').replaceChildren(el('li', { textContent: translate('nothing stands out') }));
+    return;
+  }
+  $('finds').replaceChildren(
+    ...found.map(({ layer, head, sentence, count: number, over_texts: over }) => {
+      const i = record.index(layer, head),
+        notes = [over?.sentence, number, isOutline(record.kinds[i]) ? translate('map of text') : ''];
+      const words = el(
+        'p',
+        {},
+        el('b', { textContent: record.long(i) }),
+        translate('join.sentences') + sentence,
+        el('small', { textContent: notes.filter(Boolean).join(translate('join.parts')) }),
+      );
+      return el(
+        'li',
+        {},
+        el(
+          'a',
+          { href: toHead(record.run, record.sample, layer, head) },
+          el('span', { className: 'framed', k: record.kinds[i] }, thumb(record, i, 56)),
+          words,
+        ),
+      );
+    }),
+  );
 }
 
 function chips() {
-  kindChips($('chips'), record.allKinds, state.kind, kind => { state.kind = kind; narrowed(); chips(); });
+  kindChips($('chips'), record.allKinds, state.kind, kind => {
+    state.kind = kind;
+    narrowed();
+    chips();
+  });
 }
 
 function narrowed() {
@@ -101,27 +211,46 @@ function narrowed() {
   save();
 }
 // Paper shows every row.
-printed(all => { showRows(all); if (record) statisticsTable(); });
+printed(all => {
+  showRows(all);
+  if (record) statisticsTable();
+});
 
-$('filter').oninput = () => { state.filter = $('filter').value; narrowed(); };
+$('filter').oninput = () => {
+  state.filter = $('filter').value;
+  narrowed();
+};
 
 function scale() {
-  const missing = mapsMissing(record), change = name => {
-    state.scale = name;
-    redrawRows();
-    scale();
-    inspect(litHead());
-    statisticsTable();
-    save();
-    $('scale').querySelector('[aria-pressed=true]').focus();
-  };
-  const means = mapBlocks(record), hides = record.layers.some(layer => layer.hides), blind = record.layers.filter(layer => layer.blind).length;
-  const notes = [translate('one scale'), ...new Set(means.map(blockNote)), ...(topWeight.single || state.scale === 'log' ? [] : [translate('scale.by means')]),
-    hides ? translate(record.layers.every(layer => /^(full|causal)$/.test(layer.pattern)) ? 'hidden later' : 'hidden') : translate('nothing hidden')];
+  const missing = mapsMissing(record),
+    change = name => {
+      state.scale = name;
+      redrawRows();
+      scale();
+      inspect(litHead());
+      statisticsTable();
+      save();
+      $('scale').querySelector('[aria-pressed=true]').focus();
+    };
+  const means = mapBlocks(record),
+    hides = record.layers.some(layer => layer.hides),
+    blind = record.layers.filter(layer => layer.blind).length;
+  const notes = [
+    translate('one scale'),
+    ...new Set(means.map(blockNote)),
+    ...(topWeight.single || state.scale === 'log' ? [] : [translate('scale.by means')]),
+    hides
+      ? translate(record.layers.every(layer => /^(full|causal)$/.test(layer.pattern)) ? 'hidden later' : 'hidden')
+      : translate('nothing hidden'),
+  ];
   if (record.heads.some((_, i) => record.aligned(i))) notes.push(translate('alignment note'));
   if (blind) notes.push(translate(blind === 1 ? 'blind queries in 1 layer' : 'blind queries', { layers: blind }));
   $('scale').hidden = missing;
-  $('scale').replaceChildren(tickedRamp(Math.min(320, $('gridbox').clientWidth - 8), state.scale, scaleTop()), scaleChoice(state.scale, change), el('div', { className: 'note', textContent: notes.join(translate('join.sentences')) }));
+  $('scale').replaceChildren(
+    tickedRamp(Math.min(320, $('gridbox').clientWidth - 8), state.scale, scaleTop()),
+    scaleChoice(state.scale, change),
+    el('div', { className: 'note', textContent: notes.join(translate('join.sentences')) }),
+  );
   const words = missing ? record.noMaps || translate('share absent') : building();
   $('gridstate').hidden = !words;
   $('gridstate').textContent = words;
@@ -129,19 +258,35 @@ function scale() {
 export function building(of = record) {
   const { state: at, done, total, inMemory, error } = of.progress;
   if (error) return error;
-  return at === 'building' ? translate(inMemory ? 'building in memory' : 'building', { share: Math.floor(100 * done / Math.max(1, total)) + NBSP + '%' }) : '';
+  return at === 'building'
+    ? translate(inMemory ? 'building in memory' : 'building', {
+        share: Math.floor((100 * done) / Math.max(1, total)) + NBSP + '%',
+      })
+    : '';
 }
 export const progressed = () => scale();
 
 function inspect(i) {
-  const { picture, block, top } = inspected(record, i, 300), note = block ? [el('p', { className: 'note', textContent: cellNote(block, state.scale, top) })] : [];
-  const { l, h } = record.heads[i], link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, picture);
+  const { picture, block, top } = inspected(record, i, 300),
+    note = block ? [el('p', { className: 'note', textContent: cellNote(block, state.scale, top) })] : [];
+  const { l, h } = record.heads[i],
+    link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, picture);
   link.classList.add('framed');
   link.style.setProperty('--k', colourOf(record.kinds[i]));
-  $('insp').replaceChildren(link, ...note, el('h3', {}, record.long(i), kindTags(record.allKinds[i])), ...marks(i), pathLine(record.layer(i).role, record.layer(i).name), numbersTable(record.metrics, i));
+  $('insp').replaceChildren(
+    link,
+    ...note,
+    el('h3', {}, record.long(i), kindTags(record.allKinds[i])),
+    ...marks(i),
+    pathLine(record.layer(i).role, record.layer(i).name),
+    numbersTable(record.metrics, i),
+  );
 }
 
 function links() {
   $('tablelinks').hidden = !view.served;
-  $('tablelinks').replaceChildren(translate('download') + ' ', ...downloads(`${sampleAt(record.run, record.sample)}/table`));
+  $('tablelinks').replaceChildren(
+    translate('download') + ' ',
+    ...downloads(`${sampleAt(record.run, record.sample)}/table`),
+  );
 }

@@ -4,23 +4,50 @@ import { remembered } from '../shared/remembered.js';
 import { mark, place } from './host.js';
 
 export const state = {
-  run: 0, sample: 0, a: null, b: null, compare: false, x: 0, y: 0, n: 0, q: -1, scale: '', usual: '', masked: false,
-  filter: '', kind: '', order: '',
+  run: 0,
+  sample: 0,
+  a: null,
+  b: null,
+  compare: false,
+  x: 0,
+  y: 0,
+  n: 0,
+  q: -1,
+  scale: '',
+  usual: '',
+  masked: false,
+  filter: '',
+  kind: '',
+  order: '',
 };
 
-const CELL_PART = 56;  // keys across, as where the page shows a single weight
-const headIn = text => { const found = /^L(\d+)H(\d+)$/.exec(text ?? ''); return found && { l: +found[1], h: +found[2] }; };
-const number = (text, otherwise) => text !== null && text !== '' && Number.isFinite(+text) ? +text : otherwise;
+const CELL_PART = 56; // keys across, as where the page shows a single weight
+const headIn = text => {
+  const found = /^L(\d+)H(\d+)$/.exec(text ?? '');
+  return found && { l: +found[1], h: +found[2] };
+};
+const number = (text, otherwise) => (text !== null && text !== '' && Number.isFinite(+text) ? +text : otherwise);
 const name = ({ l, h }) => `L${l}H${h}`;
 
 export function read(hash) {
-  const given = new URLSearchParams(hash.replace(/^#/, '')), run = Math.floor(number(given.get('r'), 0)), b = headIn(given.get('b'));
+  const given = new URLSearchParams(hash.replace(/^#/, '')),
+    run = Math.floor(number(given.get('r'), 0)),
+    b = headIn(given.get('b'));
   return {
-    run, sample: Math.floor(number(given.get('t'), 0)), a: headIn(given.get('a')),
-    b: b && { r: Math.floor(number(given.get('rb'), run)), ...b }, compare: given.get('v') === 'ab',
-    x: number(given.get('x'), 0), y: number(given.get('y'), 0), n: number(given.get('n'), 0), q: Math.floor(number(given.get('q'), -1)),
-    scale: ['linear', 'log', 'root'].find(name => name === given.get('c')) ?? '', masked: given.has('s') ? given.get('s') === '1' : remembered('without first'),
-    filter: given.get('f') ?? '', kind: given.get('k') ?? '', order: given.get('o') ?? '',
+    run,
+    sample: Math.floor(number(given.get('t'), 0)),
+    a: headIn(given.get('a')),
+    b: b && { r: Math.floor(number(given.get('rb'), run)), ...b },
+    compare: given.get('v') === 'ab',
+    x: number(given.get('x'), 0),
+    y: number(given.get('y'), 0),
+    n: number(given.get('n'), 0),
+    q: Math.floor(number(given.get('q'), -1)),
+    scale: ['linear', 'log', 'root'].find(name => name === given.get('c')) ?? '',
+    masked: given.has('s') ? given.get('s') === '1' : remembered('without first'),
+    filter: given.get('f') ?? '',
+    kind: given.get('k') ?? '',
+    order: given.get('o') ?? '',
   };
 }
 
@@ -35,23 +62,55 @@ export function write(st = state) {
     if (st.scale !== st.usual) out.c = st.scale;
   } else {
     out.a = name(st.a);
-    if (st.compare) { out.b = name(st.b); out.v = 'ab'; if (st.b.r !== st.run) out.rb = st.b.r; }
-    Object.assign(out, { x: Math.round(st.x), y: Math.round(st.y), n: Math.round(st.n), q: st.q, c: st.scale, s: +st.masked });
+    if (st.compare) {
+      out.b = name(st.b);
+      out.v = 'ab';
+      if (st.b.r !== st.run) out.rb = st.b.r;
+    }
+    Object.assign(out, {
+      x: Math.round(st.x),
+      y: Math.round(st.y),
+      n: Math.round(st.n),
+      q: st.q,
+      c: st.scale,
+      s: +st.masked,
+    });
   }
   return '#' + new URLSearchParams(out);
 }
 
 // The address of a head's whole map, or of all heads, keeping the other choices.
-export const toHead = (run, sample, l, h) => write({ ...state, run, sample, a: { l, h }, compare: false, x: 0, y: 0, n: 0, q: -1 }).replace(/&x=0&y=0&n=0&q=-1/, '');
+export const toHead = (run, sample, l, h) =>
+  write({ ...state, run, sample, a: { l, h }, compare: false, x: 0, y: 0, n: 0, q: -1 }).replace(
+    /&x=0&y=0&n=0&q=-1/,
+    '',
+  );
 // The address of one cell of a head's map, in the middle of a part of it.
-export const toCell = (run, sample, l, h, query, key) => write({ ...state, run, sample, a: { l, h }, compare: false, x: Math.max(0, key - CELL_PART / 2), y: Math.max(0, query - CELL_PART / 2), n: CELL_PART, q: query });
+export const toCell = (run, sample, l, h, query, key) =>
+  write({
+    ...state,
+    run,
+    sample,
+    a: { l, h },
+    compare: false,
+    x: Math.max(0, key - CELL_PART / 2),
+    y: Math.max(0, query - CELL_PART / 2),
+    n: CELL_PART,
+    q: query,
+  });
 // The address of a head compared with the same head of another run.
-export const toBoth = (run, sample, l, h, other) => write({ ...state, run, sample, a: { l, h }, b: { r: other, l, h }, compare: true, x: 0, y: 0, n: 0, q: -1 }).replace(/&x=0&y=0&n=0&q=-1/, '');
+export const toBoth = (run, sample, l, h, other) =>
+  write({ ...state, run, sample, a: { l, h }, b: { r: other, l, h }, compare: true, x: 0, y: 0, n: 0, q: -1 }).replace(
+    /&x=0&y=0&n=0&q=-1/,
+    '',
+  );
 export const toAll = () => write({ ...state, a: null });
 
 // The address follows 120 ms after the last change; until then the page is marked as not saved.
 let timer = 0;
-export function unsaved() { mark(false); }
+export function unsaved() {
+  mark(false);
+}
 export function save() {
   unsaved();
   clearTimeout(timer);

@@ -11,19 +11,30 @@ import { state } from './permalink.js';
 import { label } from './record.js';
 import { row, wantRows } from './rows.js';
 
-const STRONGEST = 9, BEFORE = 120, AFTER = 30, WHOLE = 400;
+const STRONGEST = 9,
+  BEFORE = 120,
+  AFTER = 30,
+  WHOLE = 400;
 let drawn = '';
 
 // The query that is read: its weights a, b (of the second head), what follows from them, and whether it has changed since it
 // was drawn. A weight is NaN where it is masked, -1 where the page does not store it. Null until the weights have arrived.
 export function reading(scene, pointed) {
-  const q = pointed ? pointed[0] : state.q, places = [scene.a, ...(state.compare && q < scene.otherLayer.queries ? [scene.b] : [])];
-  if (!scene.layer.rows) { $('read').setAttribute('aria-busy', 'false'); return { q, a: null }; }
+  const q = pointed ? pointed[0] : state.q,
+    places = [scene.a, ...(state.compare && q < scene.otherLayer.queries ? [scene.b] : [])];
+  if (!scene.layer.rows) {
+    $('read').setAttribute('aria-busy', 'false');
+    return { q, a: null };
+  }
   wantRows(places, q);
-  const a = row(scene.a, q), b = state.compare ? row(scene.b, q) : null, here = a && (places.length < 2 || b);
+  const a = row(scene.a, q),
+    b = state.compare ? row(scene.b, q) : null,
+    here = a && (places.length < 2 || b);
   $('read').setAttribute('aria-busy', String(!here));
-  if (!here) return null;  // the panels stay as they are until the whole row has arrived
-  const shares = summary(a, scene), now = [JSON.stringify(places), q, state.scale, state.masked, $('right').clientWidth].join(), changed = now !== drawn || !pointed;
+  if (!here) return null; // the panels stay as they are until the whole row has arrived
+  const shares = summary(a, scene),
+    now = [JSON.stringify(places), q, state.scale, state.masked, $('right').clientWidth].join(),
+    changed = now !== drawn || !pointed;
   drawn = now;
   return { q, a, b, shares, changed };
 }
@@ -31,8 +42,14 @@ export function reading(scene, pointed) {
 // Summarise a row: its largest weights, its entropy and its colour scale (linear ends at the largest weight); a masked first
 // key is left out.
 function summary(a, scene) {
-  const best = [], weight = j => a[j];
-  let entropy = 0, top = 0, sees = 0, stored = 0, total = 0, last = -1;
+  const best = [],
+    weight = j => a[j];
+  let entropy = 0,
+    top = 0,
+    sees = 0,
+    stored = 0,
+    total = 0,
+    last = -1;
   for (let j = 0; j < a.length; j++) {
     const w = a[j];
     if (w !== w) continue;
@@ -48,132 +65,275 @@ function summary(a, scene) {
   }
   // Without the first key the others get the whole scale, because the reader wants to see the differences between them.
   const end = state.scale === 'linear' ? top : state.masked ? rootEnd(top, false) : 1;
-  return { best, top, sees, stored, total, last, keys: Math.exp(entropy), end, tone: w => tone(state.scale, w, end), causal: scene.layer.pattern === 'causal' };
+  return {
+    best,
+    top,
+    sees,
+    stored,
+    total,
+    last,
+    keys: Math.exp(entropy),
+    end,
+    tone: w => tone(state.scale, w, end),
+    causal: scene.layer.pattern === 'causal',
+  };
 }
 const notStored = n => translate(n === 1 ? 'not stored 1' : 'not stored', { n });
 
 // The panels that read weights have something to show where the record or the page has single weights.
 const readable = scene => !!scene.layer.rows;
-const readPanel = (box, draw, forget = () => {}) => ({ box, fits: readable, draw: (scene, pointed, read, redraw) => { if (read?.changed) draw(scene, read, redraw); }, forget });
+const readPanel = (box, draw, forget = () => {}) => ({
+  box,
+  fits: readable,
+  draw: (scene, pointed, read, redraw) => {
+    if (read?.changed) draw(scene, read, redraw);
+  },
+  forget,
+});
 
 export const valuePanel = {
   box: 'read',
   fits: () => true,
   draw: (scene, pointed, read) => {
     if (!read) return;
-    if (read.a) valueOf(scene, pointed, read); else meanOf(scene, pointed ?? [state.q, Math.min(state.q + scene.layer.queryStart, scene.layer.keys - 1)]);
+    if (read.a) valueOf(scene, pointed, read);
+    else meanOf(scene, pointed ?? [state.q, Math.min(state.q + scene.layer.queryStart, scene.layer.keys - 1)]);
   },
-  forget: () => { drawn = ''; },
+  forget: () => {
+    drawn = '';
+  },
 };
 
-const side = (which, p, name) => [el('bdi', { className: 'tok', textContent: label(which, p) }), el('small', { textContent: ` ${translate(name)} ${count(p)}` })];
+const side = (which, p, name) => [
+  el('bdi', { className: 'tok', textContent: label(which, p) }),
+  el('small', { textContent: ` ${translate(name)} ${count(p)}` }),
+];
 function show(sides, words, worded, notes, value = '') {
-  $('read').replaceChildren(el('div', { className: 'q' }, ...sides),
-    el('div', { className: 'w' + (worded ? ' worded' : '') }, el('data', { value, textContent: words }), ...notes.map(note => el('small', { textContent: note }))));
+  $('read').replaceChildren(
+    el('div', { className: 'q' }, ...sides),
+    el(
+      'div',
+      { className: 'w' + (worded ? ' worded' : '') },
+      el('data', { value, textContent: words }),
+      ...notes.map(note => el('small', { textContent: note })),
+    ),
+  );
 }
 
 function valueOf(scene, pointed, { q, a, b, shares }) {
-  const key = pointed && pointed[1] >= 0 ? pointed[1] : shares.best[0] ?? -1, blind = !shares.sees, w = key >= 0 ? a[key] : NaN, hidden = w !== w, partial = shares.stored < shares.sees;
-  const words = blind ? translate('no keys visible') : hidden ? translate(shares.causal && key > shares.last ? 'later key' : 'masked') : w < 0 ? notStored(shares.stored) : exact(w);
+  const key = pointed && pointed[1] >= 0 ? pointed[1] : (shares.best[0] ?? -1),
+    blind = !shares.sees,
+    w = key >= 0 ? a[key] : NaN,
+    hidden = w !== w,
+    partial = shares.stored < shares.sees;
+  const words = blind
+    ? translate('no keys visible')
+    : hidden
+      ? translate(shares.causal && key > shares.last ? 'later key' : 'masked')
+      : w < 0
+        ? notStored(shares.stored)
+        : exact(w);
   const notes = blind || hidden || partial ? [] : [translate('effective keys', { n: shares.keys.toFixed(1) })];
   if (b && !blind) notes.unshift(`${scene.titles.b[0]} ${b[key] >= 0 ? exact(b[key]) : translate('absent')}`);
   const mean = blockMean(q, key);
   if (mean) notes.push(mean);
-  show([...side(scene.sides.query, q, 'query'), ...(blind ? [] : [el('br'), '→ ', ...side(scene.sides.key, key, 'key')])], words, blind || hidden || w < 0, notes, hidden ? '' : String(w));
+  show(
+    [...side(scene.sides.query, q, 'query'), ...(blind ? [] : [el('br'), '→ ', ...side(scene.sides.key, key, 'key')])],
+    words,
+    blind || hidden || w < 0,
+    notes,
+    hidden ? '' : String(w),
+  );
 }
 
 // The cell of a map at a query and key: its mean and what it covers; null if it is not in view.
 function cellOf(query, key) {
-  const one = shown.a, { high, wide } = shown.span ?? {}, r = Math.floor(query / high) - one?.r0, c = Math.floor(key / wide) - one?.c0;
-  return one && r >= 0 && c >= 0 && r < one.rows && c < one.cols ? { mean: one.values[r * one.cols + c], high, wide, r: r + one.r0, c: c + one.c0 } : null;
+  const one = shown.a,
+    { high, wide } = shown.span ?? {},
+    r = Math.floor(query / high) - one?.r0,
+    c = Math.floor(key / wide) - one?.c0;
+  return one && r >= 0 && c >= 0 && r < one.rows && c < one.cols
+    ? { mean: one.values[r * one.cols + c], high, wide, r: r + one.r0, c: c + one.c0 }
+    : null;
 }
 
 // The mean of the cell under the pointer, if the cell covers more than one weight.
 function blockMean(query, key) {
   const cell = cellOf(query, key);
-  return cell && !isSingle([cell.high, cell.wide]) && cell.mean >= 0 ? translate('block mean', { rows: cell.high, columns: cell.wide, share: short(cell.mean) }) : '';
+  return cell && !isSingle([cell.high, cell.wide]) && cell.mean >= 0
+    ? translate('block mean', { rows: cell.high, columns: cell.wide, share: short(cell.mean) })
+    : '';
 }
 
 // Without single weights: the mean of a cell, and the queries and keys that it covers.
 function meanOf(scene, [query, key]) {
   const cell = cellOf(query, key);
-  if (!cell) { $('read').replaceChildren(); return; }
-  const { mean, high, wide, r, c } = cell, span = (at, block, all) => block === 1 ? count(at) : `${count(at * block)}–${count(Math.min(all, (at + 1) * block) - 1)}`;
-  show([translate('queries n', { range: span(r, high, scene.layer.queries) }), el('br'), '→ ', translate('keys n', { range: span(c, wide, scene.layer.keys) })],
-    mean === mean ? exact(mean) : translate('masked'), mean !== mean, mean === mean && !isSingle([high, wide]) ? [translate('mean of block', { rows: high, columns: wide })] : [], String(mean));
+  if (!cell) {
+    $('read').replaceChildren();
+    return;
+  }
+  const { mean, high, wide, r, c } = cell,
+    span = (at, block, all) =>
+      block === 1 ? count(at) : `${count(at * block)}–${count(Math.min(all, (at + 1) * block) - 1)}`;
+  show(
+    [
+      translate('queries n', { range: span(r, high, scene.layer.queries) }),
+      el('br'),
+      '→ ',
+      translate('keys n', { range: span(c, wide, scene.layer.keys) }),
+    ],
+    mean === mean ? exact(mean) : translate('masked'),
+    mean !== mean,
+    mean === mean && !isSingle([high, wide]) ? [translate('mean of block', { rows: high, columns: wide })] : [],
+    String(mean),
+  );
 }
 
 export const stripPanel = readPanel('along', (scene, { q, a, shares }, redraw) => {
-  const canvas = $('strip'), width = Math.max(120, $('right').clientWidth - 32), high = 36, pen = sized(canvas, width, 58), bins = Math.min(a.length, Math.floor(width / 2));
-  const size = width / bins, from = b => Math.floor(b * a.length / bins);
+  const canvas = $('strip'),
+    width = Math.max(120, $('right').clientWidth - 32),
+    high = 36,
+    pen = sized(canvas, width, 58),
+    bins = Math.min(a.length, Math.floor(width / 2));
+  const size = width / bins,
+    from = b => Math.floor((b * a.length) / bins);
   canvas.onclick = event => {
     const box = canvas.getBoundingClientRect();
-    centre(scene.layer, state.q, (event.clientX - box.left) / box.width * scene.layer.keys);
+    centre(scene.layer, state.q, ((event.clientX - box.left) / box.width) * scene.layer.keys);
     redraw();
   };
   canvas.setAttribute('aria-label', translate('strip label', { query: count(q) }));
   const hatch = hatching(pen, 5);
   for (let b = 0; b < bins; b++) {
     let max = NaN;
-    for (let j = from(b); j < Math.max(from(b) + 1, from(b + 1)); j++) if (!(state.masked && !j) && !(a[j] <= max) && a[j] === a[j]) max = a[j];
-    if (max !== max) { pen.fillStyle = hatch; pen.fillRect(b * size, 0, size + .5, high); continue; }
+    for (let j = from(b); j < Math.max(from(b) + 1, from(b + 1)); j++)
+      if (!(state.masked && !j) && !(a[j] <= max) && a[j] === a[j]) max = a[j];
+    if (max !== max) {
+      pen.fillStyle = hatch;
+      pen.fillRect(b * size, 0, size + 0.5, high);
+      continue;
+    }
     const t = shares.tone(max);
-    pen.fillStyle = rgb('ink', Math.max(.35, t));
-    pen.fillRect(b * size, high - t * high, Math.max(1, size - (size > 3 ? 1 : .4)), t * high);
+    pen.fillStyle = rgb('ink', Math.max(0.35, t));
+    pen.fillRect(b * size, high - t * high, Math.max(1, size - (size > 3 ? 1 : 0.4)), t * high);
   }
   pen.fillStyle = css('line2');
   pen.fillRect(0, high, width, 1);
   pen.fillStyle = css('ink');
-  pen.fillRect(state.x / a.length * width, high + 3, Math.max(3, Math.min(state.n, a.length) / a.length * width), 2);
-  if (!scene.layer.crosses) { pen.fillStyle = css('mark'); pen.fillRect((q + scene.layer.queryStart + .5) / a.length * width - .75, 0, 1.5, high + 2); }
+  pen.fillRect(
+    (state.x / a.length) * width,
+    high + 3,
+    Math.max(3, (Math.min(state.n, a.length) / a.length) * width),
+    2,
+  );
+  if (!scene.layer.crosses) {
+    pen.fillStyle = css('mark');
+    pen.fillRect(((q + scene.layer.queryStart + 0.5) / a.length) * width - 0.75, 0, 1.5, high + 2);
+  }
   pen.fillStyle = css('faint');
   pen.font = `11px ${css('sans')}`;
-  for (const [align, x, key] of [['left', 0, 0], ['right', width, a.length - 1]]) { pen.textAlign = align; pen.fillText(translate('key n', { n: count(key) }), x, 52); }
-  $('rowtop').textContent = state.scale === 'log' ? translate('scale.log') : `0–${short(shares.end)}, ${translate('scale.' + state.scale)}`;
+  for (const [align, x, key] of [
+    ['left', 0, 0],
+    ['right', width, a.length - 1],
+  ]) {
+    pen.textAlign = align;
+    pen.fillText(translate('key n', { n: count(key) }), x, 52);
+  }
+  $('rowtop').textContent =
+    state.scale === 'log' ? translate('scale.log') : `0–${short(shares.end)}, ${translate('scale.' + state.scale)}`;
 });
 
 // List the largest weights with the text around their keys, one per line, which shows an induction head best.
 export const contextPanel = readPanel('context', (scene, { q, a, shares }, redraw) => {
   const { text, from } = scene.sides.key;
   const cell = (name, ...children) => el('span', { className: name }, ...children);
-  const dir = text ? directionOf(text) : 'ltr', around = (start, stop) => el('bdi', { dir, textContent: text ? phrase(text, start + from, stop + from) : '' });
+  const dir = text ? directionOf(text) : 'ltr',
+    around = (start, stop) => el('bdi', { dir, textContent: text ? phrase(text, start + from, stop + from) : '' });
   $('kwic').classList.toggle('bare', !text);
   $('kwic').dir = dir;
-  $('kwic').replaceChildren(...shares.best.flatMap(j => {
-    const word = label(scene.sides.key, j), go = el('button', {
-      onclick: () => { state.q = q; centre(scene.layer, q, j, 56); redraw(); }, 'aria-label': translate('go there', { key: count(j), token: quoted(word), share: short(a[j]) }),
-    }, el('bdi', { textContent: word }));
-    paint(go, shares.tone(a[j]));
-    return [cell('n', count(j)), cell('l', around(j - 5, j)), go, cell('r', around(j + 1, j + 6)), cell('p', short(a[j]))];
-  }));
-  if (!shares.sees) $('kwic').replaceChildren(el('p', { className: 'note', textContent: translate('no keys visible') }));
+  $('kwic').replaceChildren(
+    ...shares.best.flatMap(j => {
+      const word = label(scene.sides.key, j),
+        go = el(
+          'button',
+          {
+            onclick: () => {
+              state.q = q;
+              centre(scene.layer, q, j, 56);
+              redraw();
+            },
+            'aria-label': translate('go there', { key: count(j), token: quoted(word), share: short(a[j]) }),
+          },
+          el('bdi', { textContent: word }),
+        );
+      paint(go, shares.tone(a[j]));
+      return [
+        cell('n', count(j)),
+        cell('l', around(j - 5, j)),
+        go,
+        cell('r', around(j + 1, j + 6)),
+        cell('p', short(a[j])),
+      ];
+    }),
+  );
+  if (!shares.sees)
+    $('kwic').replaceChildren(el('p', { className: 'note', textContent: translate('no keys visible') }));
   $('keptshare').hidden = shares.stored === shares.sees;
-  $('keptshare').textContent = translate(shares.stored === 1 ? 'stored share 1' : 'stored share', { n: shares.stored, share: percent(Math.min(1, shares.total)) });
+  $('keptshare').textContent = translate(shares.stored === 1 ? 'stored share 1' : 'stored share', {
+    n: shares.stored,
+    share: percent(Math.min(1, shares.total)),
+  });
 });
 
 // A text of which the part around a token is shown; a word of it that is pointed at or clicked is the query, if it is one.
 function partOfText(box, { text, from }, length, at, before) {
-  const start = length <= WHOLE ? 0 : Math.max(0, Math.min(length - BEFORE - AFTER, at - before)), end = length <= WHOLE ? length : Math.min(length, start + BEFORE + AFTER);
+  const start = length <= WHOLE ? 0 : Math.max(0, Math.min(length - BEFORE - AFTER, at - before)),
+    end = length <= WHOLE ? length : Math.min(length, start + BEFORE + AFTER);
   const held = box.held;
-  if (box.still && held?.text === text && at >= held.start && at < held.end) return held;  // it does not move under the pointer
-  if (held?.text !== text || held.start !== start || held.end !== end) box.held = { text, start, end, list: setText(box, text, start + from, end + from) };
+  if (box.still && held?.text === text && at >= held.start && at < held.end) return held; // it does not move under the pointer
+  if (held?.text !== text || held.start !== start || held.end !== end)
+    box.held = { text, start, end, list: setText(box, text, start + from, end + from) };
   return box.held;
 }
 function selectable(box, start, queryOf, queries, { point, redraw }) {
-  const query = event => { const p = event.target.closest?.('.tk')?.dataset.p, q = p === undefined ? -1 : queryOf(+p); return q >= 0 && q < queries ? q : -1; };
-  box.onmouseover = event => { const q = query(event); if (q >= 0) { box.still = true; point(q); } };
-  box.onmouseleave = () => { point(-1); box.still = false; };
-  box.onclick = event => { const q = query(event); if (q >= 0) { state.q = q; redraw(); } };
+  const query = event => {
+    const p = event.target.closest?.('.tk')?.dataset.p,
+      q = p === undefined ? -1 : queryOf(+p);
+    return q >= 0 && q < queries ? q : -1;
+  };
+  box.onmouseover = event => {
+    const q = query(event);
+    if (q >= 0) {
+      box.still = true;
+      point(q);
+    }
+  };
+  box.onmouseleave = () => {
+    point(-1);
+    box.still = false;
+  };
+  box.onclick = event => {
+    const q = query(event);
+    if (q >= 0) {
+      state.q = q;
+      redraw();
+    }
+  };
 }
 function scrollToMark(box, list) {
   const on = list.find(one => one.classList.contains('on'));
-  if (on && !box.still && box.scrollHeight > box.clientHeight + 4) box.scrollTop = on.offsetTop - box.offsetTop - box.clientHeight * .6;
+  if (on && !box.still && box.scrollHeight > box.clientHeight + 4)
+    box.scrollTop = on.offsetTop - box.offsetTop - box.clientHeight * 0.6;
 }
 
-export const pointing = { point: () => {} };  // show a query as if it were pointed at, -1 for none
+export const pointing = { point: () => {} }; // show a query as if it were pointed at, -1 for none
 export const textPanel = {
   ...readPanel('over', (scene, { q, a, shares }, redraw) => {
-    const { layer, sides } = scene, { text, from } = sides.key, box = $('text'), n = a.length, at = layer.crosses ? shares.best[0] ?? 0 : q + layer.queryStart;
+    const { layer, sides } = scene,
+      { text, from } = sides.key,
+      box = $('text'),
+      n = a.length,
+      at = layer.crosses ? (shares.best[0] ?? 0) : q + layer.queryStart;
     $('span').textContent = '';
     $('queries').hidden = !layer.crosses || !sides.query.text;
     if (!$('queries').hidden) {
@@ -182,18 +342,31 @@ export const textPanel = {
       selectable($('querytext'), start, p => p - sides.query.from, layer.queries, { ...pointing, redraw });
       scrollToMark($('querytext'), list);
     }
-    if (!text) { box.held = null; box.replaceChildren(el('span', { className: 'note', textContent: translate('no tokens') })); return; }
+    if (!text) {
+      box.held = null;
+      box.replaceChildren(el('span', { className: 'note', textContent: translate('no tokens') }));
+      return;
+    }
     const { list, start, end } = partOfText(box, sides.key, n, at, shares.causal ? BEFORE : (BEFORE + AFTER) / 2);
-    selectable(box, start, p => layer.crosses ? -1 : p - from - layer.queryStart, layer.queries, { ...pointing, redraw });
+    selectable(box, start, p => (layer.crosses ? -1 : p - from - layer.queryStart), layer.queries, {
+      ...pointing,
+      redraw,
+    });
     list.forEach((one, k) => {
-      const j = start + k, w = a[j], hidden = w !== w;
+      const j = start + k,
+        w = a[j],
+        hidden = w !== w;
       paint(one, hidden || (state.masked && !j) ? 0 : shares.tone(w));
       one.classList.toggle('on', !layer.crosses && j === at);
       one.classList.toggle('unseen', hidden);
-      one.title = hidden ? translate(shares.causal && j > shares.last ? 'later key' : 'masked') : `${isolated(text.labels[j + from])} ${w < 0 ? notStored(shares.stored) : short(w)}`;
+      one.title = hidden
+        ? translate(shares.causal && j > shares.last ? 'later key' : 'masked')
+        : `${isolated(text.labels[j + from])} ${w < 0 ? notStored(shares.stored) : short(w)}`;
     });
     $('span').textContent = n <= WHOLE ? '' : `${count(start)}–${count(end - 1)}`;
     scrollToMark(box, list);
   }),
-  forget: () => { for (const id of ['text', 'querytext']) $(id).held = null; },
+  forget: () => {
+    for (const id of ['text', 'querytext']) $(id).held = null;
+  },
 };

@@ -14,33 +14,67 @@ export class Sample extends HeadList {
   constructor(run, sample, { kinds, columns, metrics, chance, full, ...rest }) {
     const { layers, legend } = rest;
     super(layers);
-    Object.assign(this, { run, sample, ...rest });  // lead, facts, pattern, texts, received, labels, layers, noMaps, unrecorded, findings, legend; of a file: stored, precision
+    Object.assign(this, { run, sample, ...rest }); // lead, facts, pattern, texts, received, labels, layers, noMaps, unrecorded, findings, legend; of a file: stored, precision
     addLegend(legend);
     this.allKinds = kinds;
-    this.kinds = kinds.map(([first]) => first);  // the colour of each head
+    this.kinds = kinds.map(([first]) => first); // the colour of each head
     this.name = view.runs[run].name;
     this.title = view.runs[run].title || this.name;
     this.keep = view.runs[run].keep;
     this.precision ??= view.precision;
     this.queries = Math.max(...layers.map(layer => layer.queries));
     this.keys = Math.max(...layers.map(layer => layer.keys));
-    const largest = { entropy: i => full[i], effective_keys: i => this.layer(i).keys };  // of these the bars end at what the masks allow
-    this.metrics = columns.filter(column => Object.hasOwn(metrics, column.id)).map(column => statistic(column, metrics[column.id], Object.hasOwn(largest, column.id) ? largest[column.id] : undefined, Object.hasOwn(chance, column.id) ? chance[column.id] : []));
+    const largest = { entropy: i => full[i], effective_keys: i => this.layer(i).keys }; // of these the bars end at what the masks allow
+    this.metrics = columns
+      .filter(column => Object.hasOwn(metrics, column.id))
+      .map(column =>
+        statistic(
+          column,
+          metrics[column.id],
+          Object.hasOwn(largest, column.id) ? largest[column.id] : undefined,
+          Object.hasOwn(chance, column.id) ? chance[column.id] : [],
+        ),
+      );
     // Levels from 6 on are not requested until the server has built them.
-    this.progress = { state: this.layers.some(layer => layer.blocks.length > BUILT) ? 'unknown' : 'ready', done: 0, total: this.heads.length };
+    this.progress = {
+      state: this.layers.some(layer => layer.blocks.length > BUILT) ? 'unknown' : 'ready',
+      done: 0,
+      total: this.heads.length,
+    };
   }
 
-  aligned(i) { return this.layer(i).aligned.includes(this.heads[i].h); }
-  named(i) { return translate('head and kind', { head: this.long(i), kind: [roleName(this.layer(i).role), kindNames(this.allKinds[i]), this.aligned(i) ? translate('alignment') : ''].filter(Boolean).join(translate('join.comma')) }); }
+  aligned(i) {
+    return this.layer(i).aligned.includes(this.heads[i].h);
+  }
+  named(i) {
+    return translate('head and kind', {
+      head: this.long(i),
+      kind: [roleName(this.layer(i).role), kindNames(this.allKinds[i]), this.aligned(i) ? translate('alignment') : '']
+        .filter(Boolean)
+        .join(translate('join.comma')),
+    });
+  }
 
-  get coarse() { return this.progress.state === 'ready'; }
+  get coarse() {
+    return this.progress.state === 'ready';
+  }
   // Return whether the small maps of a layer are available; heads are computed one after the other.
-  mapped(l) { return this.keep === 'statistics' || this.numbered.get(l).blocks.length <= BUILT || this.coarse || this.first.get(l) + this.numbered.get(l).heads <= this.progress.done; }
+  mapped(l) {
+    return (
+      this.keep === 'statistics' ||
+      this.numbered.get(l).blocks.length <= BUILT ||
+      this.coarse ||
+      this.first.get(l) + this.numbered.get(l).heads <= this.progress.done
+    );
+  }
 
   // The texts of a layer's queries and keys; position p of a side is token p + from of its text.
   sides(layer) {
     const text = n => this.texts[n] ?? null;
-    return { query: { text: text(layer.queryText), from: layer.crosses ? 0 : layer.queryStart }, key: { text: text(layer.keyText), from: 0 } };
+    return {
+      query: { text: text(layer.queryText), from: layer.crosses ? 0 : layer.queryStart },
+      key: { text: text(layer.keyText), from: 0 },
+    };
   }
 }
 

@@ -3,7 +3,11 @@ import { floats, headAt } from './api.js';
 import { KeptArrays } from './kept.js';
 
 export const loaded = { notify: () => {} };
-const rows = new KeptArrays(32 << 20, values => values.byteLength, () => loaded.notify());
+const rows = new KeptArrays(
+  32 << 20,
+  values => values.byteLength,
+  () => loaded.notify(),
+);
 
 const nameOf = (where, q) => `${where.run} ${where.sample} ${where.l} ${where.h} ${q}`;
 export const row = (where, q) => rows.get(nameOf(where, q));
@@ -12,8 +16,11 @@ export const row = (where, q) => rows.get(nameOf(where, q));
 export function wantRows(places, q) {
   rows.abortOthers(new Set(places.map(where => nameOf(where, q))));
   for (const where of places) {
-    const name = nameOf(where, q), address = `${headAt(where.run, where.sample, where.l, where.h)}/row?query=${q}`;
+    const name = nameOf(where, q),
+      address = `${headAt(where.run, where.sample, where.l, where.h)}/row?query=${q}`;
     if (rows.has(name) || rows.requested.has(name)) continue;
-    rows.request(name, async signal => (await floats(address, signal)).values).catch(error => console.warn(`query ${q}: ${error.message}`));
+    rows
+      .request(name, async signal => (await floats(address, signal)).values)
+      .catch(error => console.warn(`query ${q}: ${error.message}`));
   }
 }

@@ -7,8 +7,12 @@ import { label } from './record.js';
 
 export const WORDS = 10.5;
 // A label above a column is drawn upright if it is a single Chinese or Japanese character or a pictogram.
-const UPRIGHT = /^[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Extended_Pictographic}\u3000-\u303f\uff00-\uffef]\ufe0f?$/u;
-const face = (pen, on, colour) => { pen.font = `${on ? 650 : 420} 11px ${css('sans')}`; pen.fillStyle = css(colour); };
+const UPRIGHT =
+  /^[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Extended_Pictographic}\u3000-\u303f\uff00-\uffef]\ufe0f?$/u;
+const face = (pen, on, colour) => {
+  pen.font = `${on ? 650 : 420} 11px ${css('sans')}`;
+  pen.fillStyle = css(colour);
+};
 
 // Truncate a label to a width in pixels.
 function clip(pen, text, max) {
@@ -26,33 +30,43 @@ export function rulers(pen, pane, layer, { query, key }, pointed) {
 }
 
 function left(pen, pane, layer, side, pointed) {
-  const at = i => pane.above + (i - state.y) * pane.y, end = Math.min(layer.queries, state.y + pane.height / pane.y);
+  const at = i => pane.above + (i - state.y) * pane.y,
+    end = Math.min(layer.queries, state.y + pane.height / pane.y);
   pen.textAlign = 'right';
   if (pane.y >= WORDS && side.text && !pane.phone) {
-    for (let i = Math.ceil(state.y - .5); i + .5 < end; i++) {
+    for (let i = Math.ceil(state.y - 0.5); i + 0.5 < end; i++) {
       const kept = i === state.q;
       face(pen, kept || pointed?.[0] === i, kept ? 'mark' : pointed?.[0] === i ? 'ink' : 'soft');
-      pen.fillText(clip(pen, label(side, i), 82), pane.left - 8, at(i + .5));
+      pen.fillText(clip(pen, label(side, i), 82), pane.left - 8, at(i + 0.5));
     }
     return;
   }
-  const step = roundedUp(Math.max(1, 34 / pane.y)), half = pane.y > 4 ? .5 : 0;  // a wide cell is labelled in its middle
+  const step = roundedUp(Math.max(1, 34 / pane.y)),
+    half = pane.y > 4 ? 0.5 : 0; // a wide cell is labelled in its middle
   for (let i = Math.ceil(state.y / step) * step; i + half <= end; i += step) {
     pen.fillStyle = css('line2');
-    pen.fillRect(pane.left - 7, at(i + half) - .5, 6, 1);
+    pen.fillRect(pane.left - 7, at(i + half) - 0.5, 6, 1);
     face(pen, false, 'soft');
-    pen.fillText(count(i), pane.left - 10, Math.min(pane.above + pane.height - 5, Math.max(pane.above + 5, at(i + half))));
+    pen.fillText(
+      count(i),
+      pane.left - 10,
+      Math.min(pane.above + pane.height - 5, Math.max(pane.above + 5, at(i + half))),
+    );
   }
 }
 
 function above(pen, pane, layer, side, pointed) {
-  const at = j => pane.left + (j - state.x) * pane.x, end = Math.min(layer.keys, state.x + pane.width / pane.x), room = pane.top - (pane.two ? 38 : 14);
+  const at = j => pane.left + (j - state.x) * pane.x,
+    end = Math.min(layer.keys, state.x + pane.width / pane.x),
+    room = pane.top - (pane.two ? 38 : 14);
   if (pane.x >= WORDS && side.text && !pane.phone) {
-    for (let j = Math.ceil(state.x - .5); j + .5 < end; j++) {
-      const words = label(side, j), level = UPRIGHT.test(words), on = pointed?.[1] === j;
+    for (let j = Math.ceil(state.x - 0.5); j + 0.5 < end; j++) {
+      const words = label(side, j),
+        level = UPRIGHT.test(words),
+        on = pointed?.[1] === j;
       face(pen, on, on ? 'ink' : 'soft');
       pen.save();
-      pen.translate(at(j + .5), pane.above - 7);
+      pen.translate(at(j + 0.5), pane.above - 7);
       if (!level) pen.rotate(-Math.PI / 2);
       pen.textAlign = level ? 'center' : 'left';
       pen.fillText(clip(pen, words, room), 0, level ? -4 : 0);
@@ -60,11 +74,12 @@ function above(pen, pane, layer, side, pointed) {
     }
     return;
   }
-  const step = roundedUp(Math.max(1, (pane.phone ? 62 : 76) / pane.x)), half = pane.x > 4 ? .5 : 0;
+  const step = roundedUp(Math.max(1, (pane.phone ? 62 : 76) / pane.x)),
+    half = pane.x > 4 ? 0.5 : 0;
   for (let j = Math.ceil(state.x / step) * step; j + half <= end; j += step) {
     const x = at(j + half);
     pen.fillStyle = css('line2');
-    pen.fillRect(x - .5, pane.above - 7, 1, 6);
+    pen.fillRect(x - 0.5, pane.above - 7, 1, 6);
     face(pen, false, 'soft');
     pen.textAlign = x > pane.left + pane.width - 16 ? 'right' : x < pane.left + 12 ? 'left' : 'center';
     pen.fillText(count(j), x, pane.above - 15);
@@ -74,13 +89,23 @@ function above(pen, pane, layer, side, pointed) {
 // The names of the axes; where tokens label an axis, and on a phone, both ranges in view in a line below the map and its
 // strips; `strips` is the height of the strips in pixels.
 export function captions(pen, pane, layer, sides, strips) {
-  const worded = { x: pane.x >= WORDS && sides.key.text && !pane.phone, y: pane.y >= WORDS && sides.query.text && !pane.phone };
+  const worded = {
+    x: pane.x >= WORDS && sides.key.text && !pane.phone,
+    y: pane.y >= WORDS && sides.query.text && !pane.phone,
+  };
   face(pen, false, 'faint');
   if (pane.which === 'b') return;
   const to = (from, size, n) => `${count(Math.ceil(from))}–${count(Math.min(n, Math.floor(from + size)) - 1)}`;
   if (worded.x || worded.y || pane.phone) {
     pen.textAlign = 'left';
-    pen.fillText(translate('ranges', { queries: to(state.y, pane.height / pane.y, layer.queries), keys: to(state.x, pane.width / pane.x, layer.keys) }), pane.left, pane.above + pane.height + 12 + strips);
+    pen.fillText(
+      translate('ranges', {
+        queries: to(state.y, pane.height / pane.y, layer.queries),
+        keys: to(state.x, pane.width / pane.x, layer.keys),
+      }),
+      pane.left,
+      pane.above + pane.height + 12 + strips,
+    );
   }
   if (!worded.x && pane.which === 'a' && !pane.phone) {
     pen.textAlign = 'left';

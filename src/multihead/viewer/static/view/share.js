@@ -6,7 +6,7 @@ import { sampleAt } from './api.js';
 import { place, request } from './host.js';
 import { saveNow, state } from './permalink.js';
 
-const SMALL = 2e6;  // bytes
+const SMALL = 2e6; // bytes
 
 // What the file shall hold, as the server reads it: the heads, and the place in view, which it opens with.
 function wanted(most) {
@@ -18,29 +18,47 @@ function wanted(most) {
   return `${sampleAt(state.run, state.sample)}/share?${given}`;
 }
 
-const show = (...parts) => { $('shared').hidden = !parts.length; $('shared').replaceChildren(...parts); };
+const show = (...parts) => {
+  $('shared').hidden = !parts.length;
+  $('shared').replaceChildren(...parts);
+};
 const button = (words, onclick) => el('button', { className: 'btn', textContent: words, onclick });
 
 async function share(most) {
   show(el('progress'), ' ', translate('sharing'));
   try {
     const response = await request(wanted(most));
-    if (!response.ok) throw new Error((await response.json().catch(() => ({}))).error ?? `${response.status} ${response.statusText}`);
-    const name = /filename="([^"]+)"/.exec(response.headers.get('Content-Disposition') ?? '')?.[1] ?? 'view.html', file = await response.blob(), size = file.size;
+    if (!response.ok)
+      throw new Error((await response.json().catch(() => ({}))).error ?? `${response.status} ${response.statusText}`);
+    const name = /filename="([^"]+)"/.exec(response.headers.get('Content-Disposition') ?? '')?.[1] ?? 'view.html',
+      file = await response.blob(),
+      size = file.size;
     const save = () => {
       const url = URL.createObjectURL(file);
       Object.assign(document.createElement('a'), { href: url, download: name }).click();
       setTimeout(() => URL.revokeObjectURL(url), 60_000);
       show();
     };
-    const readable = size < 1e6 ? translate('kilobytes', { n: (size / 1e3).toFixed(0) }) : translate('megabytes', { n: +(size / 1e6).toFixed(1) }), smaller = size > SMALL && !most ? [button(translate('share smaller'), () => share(SMALL)), ' '] : [];
-    show(translate('share size', { size: readable }) + ' ', button(translate('save'), save), ' ', ...smaller, button(translate('close'), () => show()));
+    const readable =
+        size < 1e6
+          ? translate('kilobytes', { n: (size / 1e3).toFixed(0) })
+          : translate('megabytes', { n: +(size / 1e6).toFixed(1) }),
+      smaller = size > SMALL && !most ? [button(translate('share smaller'), () => share(SMALL)), ' '] : [];
+    show(
+      translate('share size', { size: readable }) + ' ',
+      button(translate('save'), save),
+      ' ',
+      ...smaller,
+      button(translate('close'), () => show()),
+    );
     $('shared').querySelector('button').focus();
-  } catch (error) { show(error.message); }
+  } catch (error) {
+    show(error.message);
+  }
 }
 
 export function sharing() {
   $('share').onclick = () => share(0);
-  const { note } = frame.dataset;  // this page is such a file
+  const { note } = frame.dataset; // this page is such a file
   if (note) show(note);
 }

@@ -2,14 +2,19 @@
 import { floats, headAt, Later } from './api.js';
 import { KeptArrays } from './kept.js';
 
-export const SIDE = 256;  // cells per side; a cell of level k is the mean of 2^k x 2^k weights
+export const SIDE = 256; // cells per side; a cell of level k is the mean of 2^k x 2^k weights
 const AT_ONCE = 4;
 export const arrived = { count: 0, trouble: '', notify: () => {} };
-const refused = new Map(), tiles = new KeptArrays(96 << 20, one => one.values.byteLength, () => {
-  arrived.count++;
-  arrived.trouble = '';
-  arrived.notify();
-});
+const refused = new Map(),
+  tiles = new KeptArrays(
+    96 << 20,
+    one => one.values.byteLength,
+    () => {
+      arrived.count++;
+      arrived.trouble = '';
+      arrived.notify();
+    },
+  );
 let wanted = [];
 
 const nameOf = t => `${t.run} ${t.sample} ${t.l} ${t.h} ${t.level} ${t.i} ${t.j} ${t.masked}`;
@@ -33,15 +38,26 @@ function pump() {
 
 async function fetchTile(t, name) {
   const address = `${headAt(t.run, t.sample, t.l, t.h)}/tile?level=${t.level}&row=${t.i}&column=${t.j}&sink=${t.masked ? 0 : 1}`;
-  await tiles.request(name, async signal => {
-    const { shape: [rows, cols], values } = await floats(address, signal);
-    return { rows, cols, values };
-  }).catch(error => {
-    refused.set(name, performance.now() + (error instanceof Later ? 1000 : 4000));
-    if (error instanceof Later) setTimeout(pump, 1050);
-    else { arrived.trouble = error.message; arrived.notify(); }
-  });
+  await tiles
+    .request(name, async signal => {
+      const {
+        shape: [rows, cols],
+        values,
+      } = await floats(address, signal);
+      return { rows, cols, values };
+    })
+    .catch(error => {
+      refused.set(name, performance.now() + (error instanceof Later ? 1000 : 4000));
+      if (error instanceof Later) setTimeout(pump, 1050);
+      else {
+        arrived.trouble = error.message;
+        arrived.notify();
+      }
+    });
   pump();
 }
 
-export function forget() { refused.clear(); pump(); }
+export function forget() {
+  refused.clear();
+  pump();
+}
