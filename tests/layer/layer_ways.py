@@ -210,8 +210,12 @@ def assert_statistics_agree(case: LayerCase, seen: mh.Record, wholes: tuple[Whol
 
 
 def texts_of(case: LayerCase) -> list[tuple[int, slice, slice]]:
-    """Return the row, the queries and the keys of each text of a case: a row, or a document of its mask."""
-    texts = None if case.mask is None else case.mask.row_texts
+    """Return the row, the queries and the keys of each text of a case: a row, or a document of its mask.
+
+    In cross-attention a row is one text, because its keys are the tokens of another one. With memory and a start of the
+    queries, the keys may be those of the same text.
+    """
+    texts = None if case.mask is None or case.way == "across cached" else case.mask.row_texts
     counts = list(enumerate(zip(case.counts, case.key_counts, strict=True)))
     if texts is None or case.options.get("add_bias_kv", False):
         return [(row, slice(0, queries), slice(0, keys)) for row, (queries, keys) in counts]
