@@ -12,6 +12,7 @@ from multihead.layer.packing import pack, unpack
 from multihead.layer.qk_norm import QKNorm
 from multihead.models.use import use
 from multihead.observation.observe import observe
+from multihead.observation.places import places
 from multihead.observation.record import Record
 from multihead.observation.watch import Watch, qk_clip_factors
 from multihead.rotary import Rotary
@@ -44,6 +45,7 @@ __all__ = [
     "observe",
     "pack",
     "parallel",
+    "places",
     "probes",
     "qk_clip_factors",
     "scale_heads",

@@ -48,6 +48,9 @@ print(torch.allclose(output, right, atol=1e-5), "entropy" in str(record.table())
 """
 
 
+PACKAGE_OF_MODULE = {"PIL": "pillow"}  # modules whose package has another name
+
+
 def run(code: str, *blocked: str, argv: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run a program in a new process in which some packages cannot be imported."""
     command = [sys.executable, "-c", BLOCKED.format(names=set(blocked)) + code, *argv]
@@ -77,7 +80,7 @@ def test_all_installs_every_extra() -> None:
 
 def test_an_error_names_an_extra_that_installs_its_packages() -> None:
     found = [
-        (path.name, set(re.findall(r'"(\w+)"', given)), extra)
+        (path.name, {PACKAGE_OF_MODULE.get(each, each) for each in re.findall(r'"(\w+)"', given)}, extra)
         for path in (ROOT / "src").rglob("*.py")
         for given, extra in REQUIRE.findall(path.read_text(encoding="utf-8"))
     ]

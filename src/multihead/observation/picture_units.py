@@ -1,0 +1,390 @@
+"""Find where the patches of a model's pixel input come from in the pictures, by pictures of coordinates.
+
+A processor resizes, crops, cuts, pads and normalises pictures in ways that differ between models. Pictures whose grey
+level is the column, the row or the number of the picture go the same way: (v - black) / (white - black) undoes the
+normalising, and black equal to white is padding. A grey level is 1/255 of the picture, so a line is fitted through the
+levels of all columns, which is exact to a fraction of a pixel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from multihead.errors import ArgumentError
+from multihead.errors.given import is_array, name_given
+from multihead.errors.optional import require
+from multihead.record.places import NO_PICTURE, PlaceTable
+
+_PIXELS_PER_RAMP = 1024  # a longer side is read from several pictures, so that neighbouring patches differ in level
+_SAME_LEVEL = 0.05  # levels of one column differ by rounding errors only
+_MOST_SHARED = 0.05  # part of a frame that rounding lets it share with its neighbour
+_PIXELS = "pixel_values"
+
+GreyPicture = Callable[[int, int, int], Tensor]
+"""(number, width, height) -> grey levels of a picture, broadcasting to (height, width), from 0 to 255."""
+
+
+@dataclass(frozen=True, eq=False)
+class PictureUnits:
+    """The units of a pixel input, patches of frames or rows of flattened patches, and where they come from.
+
+    Attributes:
+        name: name of the input.
+        pixels: its values: (..., channels, height, width) of frames, or (..., units, values) of flattened patches.
+        numbers: number of the unit of each value, int64, broadcasting to `pixels`.
+        axes: (3, units) int64, the frame, row and column of each unit.
+        is_picture: which values are picture and not padding, bool, broadcasting to `pixels`.
+        places: the table of the units, (units,); padding is `NO_PICTURE`.
+    """
+
+    name: str
+    pixels: Tensor
+    numbers: Tensor
+    axes: Tensor
+    is_picture: Tensor
+    places: PlaceTable
+
+    @property
+    def live(self) -> Tensor:
+        """Which units are part of a picture, (units,) bool."""
+        return self.places.picture >= 0
+
+    def change(self, units: Tensor, seed: int) -> Tensor:
+        """Return the pixels with noise added to some units, (units,) bool; each seed has its own noise."""
+        # Noise of one draw could be a multiple of the picture, which a normalisation after the patches would undo.
+        noise = torch.randn(self.pixels.shape, generator=torch.Generator().manual_seed(0x9E3779B9 + seed))
+        size = float(self.pixels[self.is_picture.expand(self.pixels.shape)].float().std()) or 1.0
+        mask = (units & self.live)[self.numbers].to(self.pixels.device) & self.is_picture
+        return self.pixels + (noise * size).to(self.pixels) * mask
+
+
+def find_units(model: nn.Module, inputs: Mapping[str, Any], processor: Any, images: Any) -> list[PictureUnits]:
+    """Return the units of the pixel input of a call, one candidate for each patch size that the model may have.
+
+    Args:
+        model: the model.
+        inputs: the arguments of the call.
+        processor: the processor that made the inputs, or None.
+        images: the pictures that it made them from; None without a processor.
+
+    Raises:
+        ArgumentError: the call has no pictures, or the processor does not make its pixels from `images`.
+        MissingPackageError: Pillow is not installed.
+    """
+    pixels = inputs.get(_PIXELS)
+    if not isinstance(pixels, Tensor):
+        raise ArgumentError(
+            f"inputs has no {_PIXELS}; it has {', '.join(inputs) or 'nothing'}.",
+            "Give the inputs of a call with pictures, as the model's processor returns them.",
+        )
+    if not pixels.is_floating_point() or pixels.dim() < 2:
+        raise ArgumentError(
+            f"{_PIXELS} is a tensor of {pixels.dtype} with {pixels.dim()} dimensions.",
+            "Give floating-point pixels: (pictures, channels, height, width), or (patches, values).",
+        )
+    coordinates = None if processor is None else _read_coordinates(pixels, processor, images)
+    if pixels.dim() < 4:
+        return [_units_of_rows(pixels, coordinates)]
+    return [_units_of_frames(pixels, patch, coordinates) for patch in _patch_sizes(model, pixels.shape[-3])]
+
+
+@dataclass(frozen=True, eq=False)
+class _Coordinates:
+    """What the pictures of coordinates have become, each of the shape of the pixel input.
+
+    Attributes:
+        x: the column of each value in its picture, from 0 to 1, measured between the centres of pixels.
+        y: the row of each value in its picture, from 0 to 1.
+        picture: the number of the picture.
+        inside: whether the value is picture and not padding.
+        sizes: (pictures, 2) float64, width and height of each picture.
+    """
+
+    x: Tensor
+    y: Tensor
+    picture: Tensor
+    inside: Tensor
+    sizes: Tensor
+
+
+def _read_coordinates(pixels: Tensor, processor: Any, images: Any) -> _Coordinates:
+    """Send pictures of coordinates through a processor."""
+    require("PIL", purpose="mh.places with a processor", extra="image")
+    flat, nesting = tree_flatten(images)
+    if images is None or not flat:
+        raise ArgumentError(
+            "processor was given without images.", "Give the pictures that the processor made the inputs from: images=."
+        )
+    sizes = [_size_of(image) for image in flat]
+    process = getattr(processor, "image_processor", processor)  # that of a processor of texts and pictures
+
+    def send(pictures: list[Any]) -> Tensor:
+        made = process(images=tree_unflatten(pictures, nesting), return_tensors="pt")[_PIXELS]
+        if made.shape != pixels.shape:
+            raise _other_pixels_error(f"{tuple(made.shape)}", f"{tuple(pixels.shape)}")
+        found: Tensor = made.detach().cpu().double()
+        return found
+
+    def send_grey(picture: GreyPicture) -> Tensor:
+        return send([_grey_image(picture(n, *size), size, flat[n]) for n, size in enumerate(sizes)])
+
+    again, given = send(flat), pixels.detach().cpu().double()
+    scale = float(given.abs().amax()) or 1.0
+    if not torch.allclose(again, given, rtol=0, atol=scale * max(torch.finfo(pixels.dtype).eps * 4, 1e-4)):
+        raise _other_pixels_error("other values", "those of the inputs")
+    black, white = send_grey(lambda *_: torch.tensor(0)), send_grey(lambda *_: torch.tensor(255))
+    spread = white - black
+    inside = spread.abs() > spread.abs().amax() / 2
+    if not bool(spread.isfinite().all()) or not bool(inside.any()):
+        raise _other_pixels_error("NaN, or equal values, of a white and a black picture", "different ones")
+
+    def level(picture: GreyPicture) -> Tensor:
+        return ((send_grey(picture) - black) / spread).masked_fill(~inside, 0)
+
+    def coordinate(axis: int) -> Tensor:
+        count = -(-max(size[axis] for size in sizes) // _PIXELS_PER_RAMP)
+
+        def ramp(part: int, _: int, *size: int) -> Tensor:
+            line = (torch.arange(size[axis]) / max(size[axis] - 1, 1) * count - part).clamp(0, 1) * 255
+            return line if axis == 0 else line[:, None]
+
+        return torch.stack([level(partial(ramp, part)) for part in range(count)]).mean(0)
+
+    steps = len(sizes) + 1
+    number = (level(lambda n, *_: torch.tensor(255 * (n + 1) / steps)) * steps).round().long() - 1
+    return _Coordinates(
+        coordinate(0), coordinate(1), number.clamp(0, len(sizes) - 1), inside, torch.tensor(sizes, dtype=torch.float64)
+    )
+
+
+def _other_pixels_error(made: str, expected: str) -> ArgumentError:
+    return ArgumentError(
+        f"The processor makes {_PIXELS} with {made} from images, and not with {expected}.",
+        "Give the pictures nested as the processor got them, and a processor with all options of that call: "
+        "functools.partial(processor.image_processor, crop_to_patches=True).",
+    )
+
+
+def _size_of(image: Any) -> tuple[int, int]:
+    """Return the width and height of a picture of Pillow, or an array of (height, width) with or without channels."""
+    if is_array(image):
+        shape = tuple(image.shape)
+        if len(shape) == 3:
+            shape = shape[:2] if shape[2] <= 4 else shape[1:]
+        if len(shape) == 2:
+            return int(shape[1]), int(shape[0])
+    elif isinstance(size := getattr(image, "size", None), tuple) and len(size) == 2:
+        return size
+    raise ArgumentError(
+        f"images holds {name_given(image)}.", "Give pictures of Pillow, or arrays of (height, width, channels)."
+    )
+
+
+def _grey_image(levels: Tensor, size: tuple[int, int], original: Any) -> Any:
+    """Return a picture with grey levels broadcasting to (height, width), in RGB unless the original is grey."""
+    from PIL import Image
+
+    rounded = levels.round().to(torch.uint8).expand(size[1], size[0])
+    picture = Image.fromarray(rounded.contiguous().numpy())
+    is_grey = (
+        getattr(original, "mode", "RGB") in ("1", "L", "I", "F", "I;16") or len(getattr(original, "shape", ())) == 2
+    )
+    return picture if is_grey else picture.convert("RGB")
+
+
+def _units_of_frames(pixels: Tensor, patch: tuple[int, int], coordinates: _Coordinates | None) -> PictureUnits:
+    """Cut frames, (..., channels, height, width), into patches."""
+    *lead, channels, height, width = pixels.shape
+    frames, (rows, columns) = int(torch.tensor(lead).prod()), (-(-height // patch[0]), -(-width // patch[1]))
+    frame, row, column = torch.meshgrid(*map(torch.arange, (frames, rows, columns)), indexing="ij")
+    axes = torch.stack([frame, row, column]).flatten(1)  # (3, units)
+    top, left = (torch.arange(size) // each for size, each in zip((height, width), patch, strict=True))
+    numbers = (torch.arange(frames).view(-1, 1, 1) * rows + top[:, None]) * columns + left  # (frames, height, width)
+    numbers = numbers.view(*lead, 1, height, width)
+    edges = [
+        torch.arange(n + 1).mul(size).clamp(max=most)
+        for n, size, most in zip((columns, rows), patch[::-1], (width, height), strict=True)
+    ]
+    if coordinates is None:
+        picture, live = axes[0], torch.ones(axes.shape[1], dtype=torch.bool)
+        if pixels.dim() > 4:  # of tiles, those of one value are padding
+            flat = pixels.detach().reshape(frames, -1)
+            live = (flat.amax(1) != flat.amin(1)).cpu()[axes[0]]
+        ends = [each.double().expand(frames, -1) for each in edges]
+        view = torch.zeros_like(picture)
+        is_picture = torch.ones(1, dtype=torch.bool, device=pixels.device)
+    else:
+        inside = coordinates.inside.view(frames, channels, height, width)
+        of_frame = _mode_of(coordinates.picture.view(frames, -1), inside.view(frames, -1))
+        ends = []
+        for axis, (values, found) in enumerate(((coordinates.x, edges[0]), (coordinates.y, edges[1]))):
+            sums = (1, 2) if axis == 0 else (1, 3)
+            weights = inside.sum(sums).double()  # (frames, columns or rows of pixels)
+            means = values.view(frames, channels, height, width).sum(sums) / weights.clamp(min=1)
+            ends.append(_fitted_edges(means, weights, found - 0.5, coordinates.sizes[of_frame, axis]))
+        live = torch.zeros(axes.shape[1], dtype=torch.bool)
+        live[numbers.expand(pixels.shape)[coordinates.inside]] = True
+        picture = of_frame[axes[0]]
+        view = _views(of_frame, ends, live.view(frames, -1).any(1))[axes[0]]
+        is_picture = coordinates.inside.to(pixels.device)
+    box = torch.stack(
+        [ends[0][frame, column], ends[1][frame, row], ends[0][frame, column + 1], ends[1][frame, row + 1]], 3
+    ).view(-1, 4)
+    return PictureUnits(_PIXELS, pixels, numbers, axes, is_picture, _table(picture, view, box, live))
+
+
+def _units_of_rows(pixels: Tensor, coordinates: _Coordinates | None) -> PictureUnits:
+    """Take each row of flattened patches, (..., units, values), as a unit."""
+    count = pixels.shape[:-1].numel()
+    numbers = torch.arange(count).view(*pixels.shape[:-1], 1)
+    if coordinates is None:
+        live = (pixels.detach() != 0).any(-1).flatten().cpu()
+        picture = torch.arange(count) // pixels.shape[-2]
+        axes = torch.stack([torch.zeros_like(picture), torch.zeros_like(picture), torch.arange(count)])
+        box = torch.full((count, 4), torch.nan, dtype=torch.float64)
+        table = _table(picture, torch.zeros_like(picture), box, live)
+        return PictureUnits(
+            _PIXELS, pixels, numbers, axes, torch.ones(1, dtype=torch.bool, device=pixels.device), table
+        )
+    inside = coordinates.inside.view(count, -1)
+    weights = inside.sum(1)
+    live = weights > 0
+    picture = _mode_of(coordinates.picture.view(count, -1), inside)
+    whole = weights == weights.amax()  # patches that reach into the padding have their centre elsewhere
+    ranks, box = [], torch.zeros(count, 4, dtype=torch.float64)
+    for axis, values in enumerate((coordinates.x, coordinates.y)):
+        centre, rank = values.view(count, -1).sum(1) / weights.clamp(min=1), torch.zeros(count, dtype=torch.int64)
+        for number, size in enumerate(coordinates.sizes[:, axis]):
+            own = live & (picture == number)
+            if not bool(own.any()):
+                continue
+            rank[own] = _ranks(centre[own])
+            steps = int(rank[own].amax()) + 1
+            fitted = own & whole if bool((own & whole).any()) else own
+            counted = torch.zeros(steps, dtype=torch.float64).index_add_(
+                0, rank[fitted], torch.ones(int(fitted.sum()), dtype=torch.float64)
+            )
+            means = torch.zeros(steps, dtype=torch.float64).index_add_(0, rank[fitted], centre[fitted]) / counted.clamp(
+                min=1
+            )
+            ends = _fitted_edges(means[None], counted[None], torch.arange(steps + 1) - 0.5, size[None])[0]
+            box[own, axis], box[own, axis + 2] = ends[rank[own]], ends[rank[own] + 1]
+        ranks.append(rank)
+    axes = torch.stack([picture.masked_fill(~live, 0), ranks[1], ranks[0]])
+    table = _table(picture, torch.zeros_like(picture), box, live)
+    return PictureUnits(_PIXELS, pixels, numbers, axes, coordinates.inside.to(pixels.device), table)
+
+
+def _fitted_edges(means: Tensor, weights: Tensor, edges: Tensor, size: Tensor) -> Tensor:
+    """Fit a line through coordinates, and return it at the edges of units, in pixels of the picture.
+
+    Args:
+        means: (frames, n), coordinate of step i, from 0 to 1 between the centres of the first and the last pixel.
+        weights: (frames, n), 0 where the coordinate is unknown.
+        edges: (units + 1,), places of the edges among the steps, whose centres are whole numbers.
+        size: (frames,), pixels of the picture.
+
+    Returns:
+        (frames, units + 1) float64.
+    """
+    weights = (weights > 0).double()
+    steps, total = torch.arange(means.shape[1]).double(), weights.sum(1, keepdim=True).clamp(min=1)
+    centre, mean = (weights * steps).sum(1, keepdim=True) / total, (weights * means).sum(1, keepdim=True) / total
+    spread = (weights * (steps - centre) ** 2).sum(1, keepdim=True)
+    slope = (weights * (steps - centre) * (means - mean)).sum(1, keepdim=True) / spread.clamp(min=1e-12)
+    last = (size - 1)[:, None]
+    found = (mean + slope * (edges - centre)) * last + 0.5
+    found = torch.where(slope * last == 0, (edges > 0).double() * size[:, None], found)  # one step is the whole side
+    return found.clamp(min=0).minimum(size[:, None])
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Number values, (n,), from the smallest on; values that differ by rounding errors share a number."""
+    ordered, order = values.sort()
+    rank = torch.zeros(len(values), dtype=torch.int64)
+    rank[order[1:]] = (ordered.diff() > _SAME_LEVEL / 255).cumsum(0)
+    return rank
+
+
+def _mode_of(numbers: Tensor, inside: Tensor) -> Tensor:
+    """Return per row the most frequent number where `inside`, (rows, n); 0 in a row of padding."""
+    counts = torch.zeros(len(numbers), int(numbers.amax()) + 1)
+    return counts.scatter_add_(1, numbers, inside.to(counts.dtype)).argmax(1)
+
+
+def _views(picture: Tensor, ends: list[Tensor], live: Tensor) -> Tensor:
+    """Number the views of each picture: frames that do not overlap are one view, and that of the fewest frames is 0.
+
+    Args:
+        picture: (frames,), the picture of each frame.
+        ends: edges of the patches of each frame: x of (frames, columns + 1), y of (frames, rows + 1).
+        live: (frames,) bool, False for padding.
+    """
+    view = torch.zeros_like(picture)
+    spans = [
+        tuple((float(each[frame].amin()), float(each[frame].amax())) for each in ends) for frame in range(len(picture))
+    ]
+    for number in picture[live].unique().tolist():
+        groups: list[list[int]] = []
+        for frame in ((picture == number) & live).nonzero()[:, 0].tolist():
+            fits = (group for group in groups if not any(_overlap(spans[frame], spans[other]) for other in group))
+            group = next(fits, None)
+            if group is None:
+                groups.append(group := [])
+            group.append(frame)
+        for index, group in enumerate(sorted(groups, key=len)):
+            view[group] = index
+    return view
+
+
+def _overlap(one: tuple[tuple[float, float], ...], other: tuple[tuple[float, float], ...]) -> bool:
+    """Whether two rectangles, (x, y) spans each, share more than rounding lets neighbours share."""
+    shared = area = 1.0
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        shared *= max(min(b, d) - max(a, c), 0.0)
+        area *= max(min(b - a, d - c), 1e-9)
+    return shared > _MOST_SHARED * area
+
+
+def _table(picture: Tensor, view: Tensor, box: Tensor, live: Tensor) -> PlaceTable:
+    """Return the table of units, (units,) each; units that are not `live` are padding."""
+    patch = torch.zeros_like(picture)
+    for number in picture[live].unique().tolist():
+        own = live & (picture == number)
+        patch[own] = torch.arange(int(own.sum()))
+    return PlaceTable(
+        picture.masked_fill(~live, NO_PICTURE),
+        view.masked_fill(~live, -1),
+        patch.masked_fill(~live, -1),
+        box.float().masked_fill(~live[:, None], torch.nan),
+    )
+
+
+def _patch_sizes(model: nn.Module, channels: int) -> list[tuple[int, int]]:
+    """Return the possible heights and widths of patches: those of the configuration, and the first convolution's."""
+    found: list[tuple[int, int]] = []
+    for module in model.modules():
+        match getattr(getattr(module, "config", None), "patch_size", None):
+            case int(size) | [int(size)]:
+                found.append((size, size))
+            case [int(height), int(width)]:
+                found.append((height, width))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.in_channels == channels and min(module.stride) > 1:
+            found.append((module.stride[0], module.stride[1]))
+            break
+    found = list(dict.fromkeys(each for each in found if min(each) > 0))
+    if not found:
+        raise ArgumentError(
+            "The size of the model's patches is unknown: no configuration in it has patch_size, and it has no "
+            f"convolution of {channels} channels with a stride.",
+            "Set model.config.patch_size to the height and width of a patch in pixels.",
+        )
+    return found

@@ -1,0 +1,278 @@
+"""Measure which place of a picture each token of a model comes from, with no code per family of models.
+
+Three steps. The processor shows where each patch of the pixel input comes from (`picture_units.py`). Group testing
+shows which patches each key of a layer depends on: the model runs without attention, so that tokens do not mix, with
+the patches changed whose row, column or frame has bit b = 0, then those with 1. A bit that both change is free: the key
+is computed from a block of patches. Then random halves of the patches are changed, and a key that changes otherwise
+than predicted has no place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError, ModelError
+from multihead.errors.given import check_module, is_batch, reject_given
+from multihead.observation.picture_units import PictureUnits, find_units
+from multihead.observation.unmixed import (
+    LayerKeys,
+    UnmixedModel,
+    check_repeatable,
+    unlike_layers,
+    without_attention,
+)
+from multihead.record.places import NO_PICTURE, NO_PLACE, PlaceTable
+
+_CHECKS = 4
+_KEYS_AT_ONCE = 512
+_LEAST_COVERED = 0.75  # part of the rectangle around the patches of a key that these cover, but for padding
+
+
+def places(
+    model: nn.Module, inputs: Mapping[str, Any], processor: Any = None, images: Any = None
+) -> dict[str, PlaceTable]:
+    """Measure the place in a picture that each key of each attention layer comes from.
+
+    The model runs about 30 times without attention, most times up to its first layer only. A key has a place if it
+    depends on one patch, or on a block of them, and on nothing else; this is checked, and never guessed. Class tokens,
+    registers and words have none.
+
+    Args:
+        model: a Hugging Face model, or a module with attention layers of this library.
+        inputs: the arguments of its call, with `pixel_values`.
+        processor: the processor or image processor that made the inputs, or a function that is called like one. Boxes
+            are in pixels of `images`; without it in those of `pixel_values`.
+        images: the pictures that the processor made the inputs from, nested as it got them.
+
+    Returns:
+        name of a layer -> its table, of (batch, keys). Windows of one call follow each other.
+
+    Raises:
+        ArgumentError: `inputs` has no pictures, or continues a cache, or the processor does not make it from `images`.
+        ModelError: the model does not run alike each time, or its keys are not finite, or it has no attention layer.
+        MissingPackageError: a processor is given, and Pillow is not installed.
+
+    >>> import torch, multihead as mh
+    >>> from transformers import ViTConfig, ViTModel
+    >>> sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    >>> model = ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4))
+    >>> (table,) = mh.places(model, {"pixel_values": torch.rand(1, 3, 8, 8)}).values()
+    >>> table[0, 0], table[0, 2].box
+    (None, Box(left=4.0, top=0.0, right=8.0, bottom=4.0))
+    """
+    check_module(model)
+    if not isinstance(inputs, Mapping) and not is_batch(inputs):
+        reject_given("inputs", inputs, "the arguments of the model's call by name", "Give what the processor returns.")
+    if processor is None and images is not None:
+        raise ArgumentError("images was given without processor.", "Give the processor that made the inputs from them.")
+    return measure_places(model, inputs, processor, images)
+
+
+def measure_places(
+    model: nn.Module, inputs: Mapping[str, Any], processor: Any, images: Any, random_state: Tensor | None = None
+) -> dict[str, PlaceTable]:
+    """Do what `places` does, with the state of torch's random numbers when the call began; None takes the current."""
+    candidates = find_units(model, inputs, processor, images)
+    if processor is None and candidates[0].pixels.dim() < 4:
+        warnings.warn(
+            "pixel_values is rows of patches, which do not show where in the picture they are, so tokens are named by "
+            "the numbers of their patches. Give processor= and images=.",
+            stacklevel=3,
+        )
+    found: dict[str, PlaceTable] = {}
+    with without_attention(model, inputs, random_state) as runs:
+        for units in candidates:  # one for each size that patches may have
+            found = _PlaceFinder(runs, units).find()
+            if any(table.has_places for table in found.values()):
+                break
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _MeasuredLayer:
+    """The patches that the keys of a layer depend on.
+
+    Attributes:
+        allowed: per axis of the units, (batch * keys, size of the axis) bool: a key depends on the units that are
+            allowed on all axes.
+        changes: (batch * keys,) bool, whether a key depends on any unit.
+        placed: (batch * keys,) bool, whether the checks confirm this.
+        table: the places, (batch, keys).
+    """
+
+    allowed: list[Tensor]
+    changes: Tensor
+    placed: Tensor
+    table: PlaceTable
+
+
+@dataclass(eq=False)
+class _PlaceFinder:
+    """Finds the places of the keys of all layers in one call of a model."""
+
+    runs: UnmixedModel
+    units: PictureUnits
+    _seed: int = 0
+    _base: dict[str, LayerKeys] = field(default_factory=dict)
+
+    def find(self) -> dict[str, PlaceTable]:
+        """Return the table of each layer by name."""
+        live, count = self.units.live, self.units.axes.shape[1]
+        self._base = self.runs.keys({})
+        check_repeatable(self._base, self.runs.keys({}))
+        random = torch.Generator().manual_seed(count)
+        halves = [live & (torch.rand(count, generator=random) < 0.5) for _ in range(_CHECKS)] if count > 1 else [live]
+        checks = [self._differences(half) for half in halves]
+        measured: list[_MeasuredLayer] = []
+        return {
+            name: self._layer_of(name, torch.stack([each[name].flatten() for each in checks]), halves, measured).table
+            for name in self._base
+        }
+
+    def _layer_of(
+        self, name: str, differences: Tensor, halves: list[Tensor], measured: list[_MeasuredLayer]
+    ) -> _MeasuredLayer:
+        """Return the one of the layers `measured` that explains a layer's keys, or measure it and append it.
+
+        Args:
+            name: the layer.
+            differences: how much its keys differ where the halves are changed, (halves, batch * keys).
+            halves: the units that are changed, (units,) bool each.
+            measured: the layers so far.
+        """
+
+        def find(tolerance: float) -> _MeasuredLayer:
+            changed = differences > tolerance
+            for layer in measured:
+                if self._explains(layer, halves, changed):
+                    return layer
+            measured.append(self._measure(name, tolerance, halves, changed))
+            return measured[-1]
+
+        layer, tolerance = find(0.0), self._base[name].tolerance
+        # Keys that did not change are equal bit by bit, except where the number of changed tokens decides how a layer
+        # rounds, as in a mixture of experts.
+        rounds = bool(((differences > tolerance) != (differences > 0)).any())
+        return find(tolerance) if rounds and not bool((layer.placed | ~layer.changes).all()) else layer
+
+    def _differences(self, units: Tensor, last: str | None = None) -> dict[str, Tensor]:
+        """Change some units, and return how much each key of each layer differs: name -> (batch, keys)."""
+        self._seed += 1
+        pixels = self.units.change(units, self._seed)
+        end = None if last is None else (last, self._base[last].calls)
+        keys = self.runs.keys({self.units.name: pixels}, end)
+        expected = self._base if last is None else {name: self._base[name] for name in keys if name in self._base}
+        if unlike := unlike_layers(expected, keys):
+            raise ModelError(
+                f"The tokens have no places in pictures: the number of keys of {unlike} depends on the pixels.",
+                "Observe the model without processor=.",
+            )
+        return {name: base.difference(keys[name]) for name, base in expected.items()}
+
+    def _measure(self, name: str, tolerance: float, halves: list[Tensor], changed: Tensor) -> _MeasuredLayer:
+        """Find the units that each key of a layer depends on, and check them with what the halves have `changed`."""
+        axes, live = self.units.axes, self.units.live
+        shape = self._base[name].sketch.shape[:2]
+        changes, silent = changed.any(0), torch.zeros(shape.numel(), dtype=torch.bool)
+        allowed = []
+        for axis in axes:
+            size = int(axis.amax()) + 1
+            possible = torch.ones(shape.numel(), size, dtype=torch.bool)
+            for bit in range((size - 1).bit_length()):
+                ones = (torch.arange(size) >> bit & 1).bool()
+                zero, one = (
+                    (self._differences(live & half[axis], name)[name] > tolerance).flatten() for half in (~ones, ones)
+                )
+                changes, silent = changes | zero | one, silent | ~(zero | one)
+                possible &= ones | ~(one & ~zero)[:, None]
+                possible &= ~ones | ~(zero & ~one)[:, None]
+            allowed.append(possible)
+        layer = _MeasuredLayer(allowed, changes, changes & ~silent, PlaceTable.without_places(*shape))
+        return self._placed(layer, halves, changed)
+
+    def _explains(self, layer: _MeasuredLayer, halves: list[Tensor], changed: Tensor) -> bool:
+        """Whether a layer whose keys `changed` in the checks, (checks, batch * keys), has the places of another one."""
+        if len(layer.changes) != changed.shape[1]:
+            return False
+        predicted = self._predict(layer, halves)
+        settled = layer.placed | ~layer.changes
+        return bool((predicted == changed)[:, settled].all())
+
+    def _units_of_keys(self, layer: _MeasuredLayer, keys: slice) -> tuple[Tensor, Tensor]:
+        """Return the units that some keys may depend on, (units,) int64, and which each does, (keys, units) bool."""
+        frames, rows, columns = (allowed[keys] & layer.changes[keys, None] for allowed in layer.allowed)
+        index = (self.units.live & frames.any(0)[self.units.axes[0]]).nonzero()[:, 0]
+        frame, row, column = self.units.axes[:, index]
+        return index, frames[:, frame] & rows[:, row] & columns[:, column]
+
+    def _predict(self, layer: _MeasuredLayer, halves: list[Tensor]) -> Tensor:
+        """Return which keys change with each half: (halves, batch * keys) bool."""
+        parts = []
+        for keys in _slices(0, len(layer.changes)):
+            index, units = self._units_of_keys(layer, keys)
+            parts.append(torch.stack([(units & half[index]).any(1) for half in halves]))
+        return torch.cat(parts, 1)
+
+    def _placed(self, layer: _MeasuredLayer, halves: list[Tensor], changed: Tensor) -> _MeasuredLayer:
+        """Return a layer with its table, from the keys that the checks confirm."""
+        rows, keys = layer.table.picture.shape
+        placed = layer.placed & (self._predict(layer, halves) == changed).all(0)
+        tables = []
+        for row in range(rows):
+            parts = []
+            uses = torch.zeros(self.units.axes.shape[1], dtype=torch.int32)
+            for some in _slices(row * keys, (row + 1) * keys):
+                index, units = self._units_of_keys(layer, some)
+                table = _join_units(self.units.places.select(index), units)
+                placed[some] &= table.picture >= 0
+                uses[index] += (units & placed[some, None]).sum(0, dtype=torch.int32)
+                parts.append(table)
+            for some in _slices(row * keys, (row + 1) * keys):  # a patch of several keys is the place of none
+                index, units = self._units_of_keys(layer, some)
+                placed[some] &= ~(units & (uses[index] > 1)).any(1)
+            tables += parts
+        table = PlaceTable.join(tables).where(placed)
+        outside = ~layer.changes & ~placed
+        table.picture[outside] = NO_PICTURE
+        return replace(layer, placed=placed, table=table.reshape(rows, keys))
+
+
+def _slices(start: int, stop: int) -> Iterator[slice]:
+    """Yield slices of at most `_KEYS_AT_ONCE`, which bounds the memory of keys x units."""
+    for first in range(start, stop, _KEYS_AT_ONCE):
+        yield slice(first, min(first + _KEYS_AT_ONCE, stop))
+
+
+def _join_units(of_units: PlaceTable, units: Tensor) -> PlaceTable:
+    """Return the places of keys, each a block of units of one view; `NO_PLACE` where its units are no block.
+
+    Args:
+        of_units: the places of the units, (units,).
+        units: (keys, units) bool, the units of each key.
+    """
+    found = PlaceTable.without_places(len(units), picture=NO_PLACE)
+    if not units.shape[1]:
+        return found
+
+    def least(values: Tensor) -> Tensor:
+        most = torch.finfo(values.dtype).max if values.is_floating_point() else torch.iinfo(values.dtype).max
+        return values.masked_fill(~units, most).amin(1)
+
+    picture, view, patch = (least(each) for each in (of_units.picture, of_units.view, of_units.patch))
+    placed = units.any(1) & (picture == -least(-of_units.picture)) & (view == -least(-of_units.view))
+    left, top, right, bottom = of_units.box.unbind(1)
+    box = torch.stack([least(left), least(top), -least(-right), -least(-bottom)], 1)
+    known = not bool(of_units.box.isnan().any())
+    if known:
+        area = (box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1])
+        covered = torch.where(units, (right - left) * (bottom - top), 0.0).sum(1)
+        placed &= covered >= _LEAST_COVERED * area
+    else:
+        box = torch.full_like(box, torch.nan)
+    return PlaceTable(picture, view, patch, box).where(placed)

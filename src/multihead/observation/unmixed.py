@@ -1,0 +1,204 @@
+"""Run a model without attention, so that tokens do not mix, and compare the keys of its layers between such runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError, ModelError
+from multihead.kernels.call import AttentionRequest
+from multihead.kernels.head_changes import apply_change
+from multihead.models import huggingface
+from multihead.models.pretrained import InputTracker, track_inputs
+from multihead.observation.layer_names import LayerNamer, module_names
+from multihead.tensors.tracing import run_uncompiled
+from multihead.tensors.undo import Undo
+
+_NUMBERS_PER_KEY = 4
+_UNUSED_INPUTS = ("labels", "output_attentions", "output_hidden_states")
+
+
+class LayerKeys(NamedTuple):
+    """The keys of a layer in one run.
+
+    Attributes:
+        sketch: (batch, keys, numbers) float64, random projections of each key, which differ where the key differs.
+        tolerance: differences up to this part of the largest number can be rounding errors.
+        unpadded: (batch, keys) bool, False for padding; None where padding is unknown.
+        calls: number of calls that computed the keys, one per window.
+    """
+
+    sketch: Tensor
+    tolerance: float
+    unpadded: Tensor | None
+    calls: int = 1
+
+    def difference(self, other: LayerKeys) -> Tensor:
+        """Return how much each key of two runs differs, (batch, keys) float64, as part of the largest number."""
+        scale = self.sketch.abs().amax((0, 1)).clamp(min=torch.finfo(torch.float64).tiny)
+        return ((self.sketch - other.sketch).abs() / scale).amax(2)
+
+    def join(self, window: LayerKeys) -> LayerKeys:
+        """Append the keys of a further window of the same samples."""
+        both = None
+        if self.unpadded is not None and window.unpadded is not None:
+            both = torch.cat([self.unpadded, window.unpadded], 1)
+        return LayerKeys(torch.cat([self.sketch, window.sketch], 1), self.tolerance, both, self.calls + 1)
+
+
+class _LayerReachedError(Exception):
+    """Ends a run when the keys of the last layer that is asked for are known."""
+
+
+@dataclass(eq=False)
+class _KeyReader:
+    """The `HeadChange` that reads the keys of each call and sets its output to 0."""
+
+    inputs: InputTracker
+    names: dict[int, str]
+    last: tuple[str, int] | None  # the layer that ends the run, and its number of calls
+    found: dict[str, LayerKeys] = field(default_factory=dict)
+    state: object = None
+
+    def __post_init__(self) -> None:
+        self._namer = LayerNamer(self.names, self.inputs)
+
+    def applies_to(self, module: nn.Module) -> bool:
+        """Whether a module is the model or a part of it, and runs in this thread."""
+        return id(module) in self.names and self.inputs.is_recording
+
+    def change_output(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Read the keys of a call, and return zeros as its output."""
+        self._namer.begins_pass()
+        name, keys = self._namer.name_call(request, request.known_origin.layer), _read_keys(request)
+        keys = self.found[name].join(keys) if self._namer.is_further_window and name in self.found else keys
+        self.found[name] = keys
+        if (name, keys.calls) == self.last:
+            raise _LayerReachedError
+        return torch.zeros_like(output), None
+
+
+def _read_keys(request: AttentionRequest) -> LayerKeys:
+    k, places = request.k.detach().transpose(1, 2).flatten(2), request.known_origin.key_places
+    random = torch.randn(k.shape[2], _NUMBERS_PER_KEY, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return LayerKeys(
+        k.double() @ random.to(k.device),
+        torch.finfo(k.dtype).eps ** 0.75,
+        None if places is None else places.padding,
+    )
+
+
+@dataclass(eq=False)
+class UnmixedModel:
+    """A model whose attention is off, and the inputs of one of its calls; each run begins with the same random state.
+
+    Attributes:
+        model: the model, in eval mode in this context.
+        inputs: the arguments of its call.
+        random_state: the state of torch's random numbers when the call began.
+        tracker: counts the forward passes of the model.
+        names: id(module) -> name, for all modules of the model.
+        runs: number of runs so far.
+    """
+
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    random_state: Tensor
+    tracker: InputTracker
+    names: dict[int, str]
+    runs: int = 0
+
+    @torch.no_grad()
+    def keys(self, changed: Mapping[str, Tensor], last: tuple[str, int] | None = None) -> dict[str, LayerKeys]:
+        """Run the model with some inputs changed, and return the keys of its layers by name, in the order they ran.
+
+        Args:
+            changed: the inputs that differ from those of the call.
+            last: name and number of calls of the layer after which the run ends; None runs the whole model.
+        """
+        self.runs += 1
+        torch.set_rng_state(self.random_state)
+        reader = _KeyReader(self.tracker, self.names, last)
+        with apply_change(reader), suppress(_LayerReachedError):
+            self.model(**{**self.inputs, **changed})
+        return reader.found
+
+
+@contextmanager
+def without_attention(
+    model: nn.Module, inputs: Mapping[str, Any], random_state: Tensor | None = None
+) -> Iterator[UnmixedModel]:
+    """Put a model in eval mode, and restore its mode and torch's random state afterwards.
+
+    Args:
+        model: the model.
+        inputs: the arguments of its call; outputs that are not needed and an empty cache are left out.
+        random_state: the state of torch's random numbers when the call began; None takes the current one.
+
+    Raises:
+        ArgumentError: the call continues a cache.
+    """
+    root = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
+    kept = {name: value for name, value in inputs.items() if name not in _UNUSED_INPUTS}
+    for name, value in inputs.items():
+        if hasattr(value, "get_seq_length"):
+            if value.get_seq_length():
+                raise ArgumentError(
+                    f"{name} holds {int(value.get_seq_length())} tokens, so the call continues an earlier one.",
+                    "Give the inputs of the call that reads the pictures.",
+                )
+            del kept[name]
+    if "use_cache" in inspect.signature(root.forward).parameters:
+        kept["use_cache"] = False
+    state = torch.get_rng_state() if random_state is None else random_state
+    with (
+        torch.random.fork_rng(devices=[]),
+        Undo() as undo,
+        huggingface.install(root, lambda _: None),
+        run_uncompiled(),
+        track_inputs(root) as tracker,
+    ):
+        for module in root.modules():
+            undo.set_attribute(module, "training", value=False)
+        yield UnmixedModel(root, kept, state, tracker, module_names(root))
+
+
+def check_repeatable(first: Mapping[str, LayerKeys], again: Mapping[str, LayerKeys]) -> None:
+    """Check that two equal runs have equal keys.
+
+    Raises:
+        ModelError: there are no keys, or they are not finite, or differ.
+    """
+    reason = None
+    if not first:
+        reason = "no attention call was captured"
+    elif unlike := unlike_layers(first, again):
+        reason = f"the number of keys of {unlike} changes from run to run"
+    else:
+        for name, keys in first.items():
+            if not bool(keys.sketch.isfinite().all()):
+                reason = f"keys of {name} are NaN or infinite without attention"
+            elif bool(keys.difference(again[name]).any()):
+                reason = f"keys of {name} change from run to run with equal inputs and equal random numbers"
+            if reason is not None:
+                break
+    if reason is not None:
+        raise ModelError(
+            f"The tokens have no places in pictures: {reason}.",
+            "Observe the model without processor=, or give a model and inputs that run alike each time.",
+        )
+
+
+def unlike_layers(first: Mapping[str, LayerKeys], again: Mapping[str, LayerKeys]) -> str:
+    """Return the name of the first layer that is missing or has another number of keys in one of two runs, or ""."""
+    for name in {**first, **again}:
+        shapes = [None if run.get(name) is None else run[name].sketch.shape for run in (first, again)]
+        if shapes[0] != shapes[1]:
+            return name
+    return ""

@@ -1,0 +1,119 @@
+"""The places in pictures that the tokens of a model come from, as tables: key -> picture, view and box."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NO_PICTURE = -1
+"""The `picture` of a key that depends on no picture, such as a class token, a register or a word."""
+NO_PLACE = -2
+"""The `picture` of a key that depends on pictures, but on no place of its own in one."""
+
+
+class Box(NamedTuple):
+    """A rectangle in a picture, in pixels from its upper left corner; fractions of pixels are kept."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+class Place(NamedTuple):
+    """The place of a token in a picture.
+
+    Attributes:
+        picture: number of the picture, from 0.
+        view: number of the view of the picture, from 0. A picture that a model reads whole and in tiles has two, the
+            one of fewer parts first. Boxes of one view do not overlap.
+        patch: number of the first patch of the picture that belongs to the token, in the order of the model's input.
+        box: the rectangle in the picture; None if it is unknown.
+    """
+
+    picture: int
+    view: int
+    patch: int
+    box: Box | None
+
+
+@dataclass(frozen=True, eq=False)
+class PlaceTable:
+    """The places of the keys of an attention layer.
+
+    Attributes:
+        picture: (..., keys) int64, number of the picture of each key; `NO_PICTURE` or `NO_PLACE` without one.
+        view: (..., keys) int64, number of the view of the picture; -1 without a place.
+        patch: (..., keys) int64, number of the first patch of the key in its picture; -1 without a place.
+        box: (..., keys, 4) float32, left, top, right and bottom in pixels of the picture; NaN where it is unknown.
+
+    >>> table = PlaceTable.without_places(1, 3)
+    >>> table[0, 2] is None, table.has_places
+    (True, False)
+    """
+
+    picture: Tensor
+    view: Tensor
+    patch: Tensor
+    box: Tensor
+
+    @staticmethod
+    def without_places(*sizes: int, picture: int = NO_PICTURE) -> PlaceTable:
+        """Return a table of keys without a place; `sizes` are the sizes of `picture`."""
+        nothing = torch.full(sizes, -1)
+        return PlaceTable(torch.full(sizes, picture), nothing, nothing, torch.full((*sizes, 4), torch.nan))
+
+    def __getitem__(self, key: int | tuple[int, ...]) -> Place | None:
+        """Return the place of one key, by its row in the batch and its number in the row; None without a place."""
+        picture = int(self.picture[key])
+        if picture < 0:
+            return None
+        box = self.box[key].tolist()
+        known = Box(*box) if box[0] == box[0] else None  # NaN is not equal to itself
+        return Place(picture, int(self.view[key]), int(self.patch[key]), known)
+
+    @property
+    def has_places(self) -> bool:
+        """Whether any key has a place."""
+        return bool((self.picture >= 0).any())
+
+    @property
+    def columns(self) -> list[Tensor]:
+        """The attributes, in their order."""
+        return [getattr(self, each.name) for each in fields(self)]
+
+    def select(self, index: Tensor | slice | int) -> PlaceTable:
+        """Return the table of some rows, or of some keys of a table of one row."""
+        return PlaceTable(*(each[index] for each in self.columns))
+
+    def reshape(self, *sizes: int) -> PlaceTable:
+        """Return a table of the same keys in other rows."""
+        picture, view, patch = (each.reshape(sizes) for each in (self.picture, self.view, self.patch))
+        return PlaceTable(picture, view, patch, self.box.reshape(*sizes, 4))
+
+    def where(self, placed: Tensor) -> PlaceTable:
+        """Return a table in which the keys that are not `placed`, (..., keys) bool, have no place."""
+        return PlaceTable(
+            self.picture.masked_fill(~placed, NO_PLACE),
+            self.view.masked_fill(~placed, -1),
+            self.patch.masked_fill(~placed, -1),
+            self.box.masked_fill(~placed[..., None], torch.nan),
+        )
+
+    @staticmethod
+    def join(tables: Sequence[PlaceTable]) -> PlaceTable:
+        """Concatenate tables of one row."""
+        return PlaceTable(*(torch.cat(parts) for parts in zip(*(each.columns for each in tables), strict=True)))
+
+    def __repr__(self) -> str:
+        """Return one line: the numbers of keys with a place, without one, and outside of pictures."""
+        placed, outside = int((self.picture >= 0).sum()), int((self.picture == NO_PICTURE).sum())
+        pictures = len(self.picture[self.picture >= 0].unique())
+        return (
+            f"<PlaceTable: {placed} keys in {pictures} pictures, {outside} outside, "
+            f"{self.picture.numel() - placed - outside} without a place>"
+        )

@@ -1,0 +1,328 @@
+"""Tiny models of the families that read pictures, with their real image processors and random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as hf
+from PIL import Image
+from torch import Tensor, nn
+
+Pictures = list[Any]
+Inputs = dict[str, Any]
+
+WIDE, TALL = (156, 100), (84, 140)
+"""Width and height of two pictures, which are no multiples of a patch."""
+PICTURE_TOKEN = 50
+_LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES = {"hidden_size": 32, "intermediate_size": 32, **_LAYERS}
+_PATCHED = {**_SIZES, "image_size": 56, "patch_size": 14}
+_TEXT = {"vocab_size": 60, **_SIZES, "num_key_value_heads": 2}
+_QWEN_TOKENS = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
+_CLIP = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+_SQUARE = {"size": {"height": 56, "width": 56}}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model that reads pictures.
+
+    Attributes:
+        model: the model.
+        processor: makes its pixel input.
+        inputs: what the processor returned -> the arguments of the model's call.
+        sizes: width and height of its pictures.
+        nest: nests the pictures as the processor takes them.
+        options: options of the processor's call.
+    """
+
+    model: nn.Module
+    processor: Any
+    inputs: Callable[[Inputs], Inputs] = lambda made: {"pixel_values": made["pixel_values"]}
+    sizes: tuple[tuple[int, int], ...] = (WIDE,)
+    nest: Callable[[Pictures], Any] = lambda pictures: pictures
+
+    def process(self, images: Pictures) -> Inputs:
+        """Return the arguments of the model's call on pictures."""
+        return self.inputs(self.processor(images=self.nest(images), return_tensors="pt"))
+
+
+def random_pictures(sizes: tuple[tuple[int, int], ...], seed: int = 0) -> Pictures:
+    """Return pictures of random colours."""
+    random = np.random.default_rng(seed)
+    return [Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in sizes]
+
+
+def prompts(counts: list[list[int]]) -> Inputs:
+    """Return the token ids of prompts, left-padded; each has as many picture tokens per picture as `counts` says."""
+    rows = [[1, 2] + [each for count in row for each in [52, *[PICTURE_TOKEN] * count, 53]] + [5, 6] for row in counts]
+    length = max(map(len, rows))
+    ids = torch.tensor([[0] * (length - len(row)) + row for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def _of_pixels(model: type[nn.Module], config: Any, processor: Any, **more: Any) -> Family:
+    return Family(model(config).eval(), processor, **more)
+
+
+def _clip(**more: Any) -> Any:
+    return hf.CLIPImageProcessorPil(**{**_CLIP, **more})
+
+
+def _vit() -> Family:
+    return _of_pixels(hf.ViTModel, hf.ViTConfig(**_PATCHED), hf.ViTImageProcessorPil(**_SQUARE))
+
+
+def _vit_of_another_size() -> Family:
+    def inputs(made: Inputs) -> Inputs:
+        return {"pixel_values": made["pixel_values"], "interpolate_pos_encoding": True}
+
+    processor = hf.ViTImageProcessorPil(size={"height": 70, "width": 84})
+    return _of_pixels(hf.ViTModel, hf.ViTConfig(**_PATCHED), processor, inputs=inputs)
+
+
+def _deit() -> Family:
+    return _of_pixels(hf.DeiTModel, hf.DeiTConfig(**_PATCHED), hf.DeiTImageProcessorPil(**_CLIP))
+
+
+_DINO = {"hidden_size": 32, **_LAYERS, "image_size": 56, "patch_size": 14}
+
+
+def _bit(size: int = 64) -> Any:
+    return hf.BitImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": 56, "width": 56})
+
+
+def _dinov2() -> Family:
+    return _of_pixels(hf.Dinov2Model, hf.Dinov2Config(**_DINO), _bit())
+
+
+def _dinov2_batch() -> Family:
+    return _of_pixels(hf.Dinov2Model, hf.Dinov2Config(**_DINO), _bit(), sizes=(WIDE, TALL))
+
+
+def _dinov2_registers() -> Family:
+    config = hf.Dinov2WithRegistersConfig(**_DINO, num_register_tokens=4)
+    return _of_pixels(hf.Dinov2WithRegistersModel, config, _bit())
+
+
+def _dinov3() -> Family:
+    config = hf.DINOv3ViTConfig(**_PATCHED, num_register_tokens=4)
+    return _of_pixels(hf.DINOv3ViTModel, config, hf.ViTImageProcessorPil(size={"height": 42, "width": 84}))
+
+
+def _clip_vision() -> Family:
+    return _of_pixels(hf.CLIPVisionModel, hf.CLIPVisionConfig(**_PATCHED), _clip())
+
+
+def _siglip() -> Family:
+    processor = hf.SiglipImageProcessorPil(**_SQUARE)
+    return _of_pixels(hf.SiglipVisionModel, hf.SiglipVisionConfig(**_PATCHED), processor)
+
+
+def _beit() -> Family:
+    return _of_pixels(
+        hf.BeitModel, hf.BeitConfig(**_PATCHED), hf.BeitImageProcessorPil(**_SQUARE, do_center_crop=False)
+    )
+
+
+def _ijepa() -> Family:
+    return _of_pixels(hf.IJepaModel, hf.IJepaConfig(**_PATCHED), hf.ViTImageProcessorPil(**_SQUARE))
+
+
+def _yolos() -> Family:
+    config = hf.YolosConfig(**{**_PATCHED, "image_size": [56, 56]}, num_detection_tokens=5)
+    return _of_pixels(hf.YolosModel, config, hf.ViTImageProcessorPil(**_SQUARE))
+
+
+def _vit_mae() -> Family:
+    return _of_pixels(hf.ViTMAEModel, hf.ViTMAEConfig(**_PATCHED, mask_ratio=0.5), hf.ViTImageProcessorPil(**_SQUARE))
+
+
+def _swin() -> Family:
+    config = hf.SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
+    return _of_pixels(hf.SwinModel, config, hf.ViTImageProcessorPil(size={"height": 32, "width": 32}))
+
+
+def _pixtral_sizes(made: Inputs) -> Inputs:
+    return {"pixel_values": made["pixel_values"], "image_sizes": made["image_sizes"]}
+
+
+def _pixtral() -> Family:
+    processor = hf.PixtralImageProcessorPil(size={"longest_edge": 112}, patch_size={"height": 14, "width": 14})
+    config = hf.PixtralVisionConfig(**{**_PATCHED, "image_size": 112})
+    return _of_pixels(hf.PixtralVisionModel, config, processor, inputs=_pixtral_sizes, sizes=(WIDE, TALL))
+
+
+def _qwen_inputs(*, batch: bool) -> Callable[[Inputs], Inputs]:
+    def inputs(made: Inputs) -> Inputs:
+        counts = (made["image_grid_thw"].prod(1) // 4).tolist()
+        texts = prompts([[each] for each in counts] if batch else [counts])
+        types = (texts["input_ids"] == PICTURE_TOKEN).int()
+        pixels = {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"]}
+        return {**texts, **pixels, "mm_token_type_ids": types}
+
+    return inputs
+
+
+def _qwen_text(section: list[int], **more: Any) -> Inputs:
+    rope = {"rope_type": "default", "mrope_section": section, "rope_theta": 1e4}
+    return {**_TEXT, "rope_parameters": rope, **more}
+
+
+def _qwen_processor(patch: int) -> Any:
+    return hf.Qwen2VLImageProcessorPil(
+        patch_size=patch, merge_size=2, size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
+    )
+
+
+_QWEN_TOWER = {"depth": 2, "num_heads": 4, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+
+
+def _qwen2_vl(*, batch: bool = False) -> Family:
+    tower = {**_QWEN_TOWER, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2, "in_channels": 3}
+    config = hf.Qwen2VLConfig(text_config=_qwen_text([1, 1, 2]), vision_config=tower, **_QWEN_TOKENS)
+    model = hf.Qwen2VLForConditionalGeneration(config).eval()
+    return Family(model, _qwen_processor(14), _qwen_inputs(batch=batch), (WIDE, TALL))
+
+
+def _qwen2_5_vl() -> Family:
+    tower = {
+        **_QWEN_TOWER, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 32, "window_size": 56,
+        "fullatt_block_indexes": [1], "in_channels": 3,
+    }  # fmt: skip
+    config = hf.Qwen2_5_VLConfig(text_config=_qwen_text([1, 1, 2]), vision_config=tower, **_QWEN_TOKENS)
+    model = hf.Qwen2_5_VLForConditionalGeneration(config).eval()
+    return Family(model, _qwen_processor(14), _qwen_inputs(batch=False))
+
+
+def _qwen3_vl() -> Family:
+    tower = {
+        **_QWEN_TOWER, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 32, "patch_size": 16,
+        "deepstack_visual_indexes": [0], "num_position_embeddings": 64, "in_channels": 3,
+    }  # fmt: skip
+    config = hf.Qwen3VLConfig(text_config=_qwen_text([2, 1, 1], head_dim=8), vision_config=tower, **_QWEN_TOKENS)
+    return Family(hf.Qwen3VLForConditionalGeneration(config).eval(), _qwen_processor(16), _qwen_inputs(batch=False))
+
+
+def _of_counts(count: Callable[[Inputs], list[list[int]]], *also: str) -> Callable[[Inputs], Inputs]:
+    def inputs(made: Inputs) -> Inputs:
+        texts = prompts(count(made))
+        types = (texts["input_ids"] == PICTURE_TOKEN).long() if "token_type_ids" in also else None
+        more = {name: made[name] for name in ("pixel_values", *also) if name in made}
+        return {**texts, **more, **({} if types is None else {"token_type_ids": types})}
+
+    return inputs
+
+
+_CLIP_TOWER = {"model_type": "clip_vision_model", **_PATCHED, "num_hidden_layers": 3}
+_SIGLIP_TOWER = {"model_type": "siglip_vision_model", **_PATCHED, "vision_use_head": False}
+_LLAMA, _GEMMA = {"model_type": "llama", **_TEXT}, {"model_type": "gemma", **_TEXT, "head_dim": 8}
+
+
+def _llava() -> Family:
+    config = hf.LlavaConfig(
+        text_config=_LLAMA, vision_config=_CLIP_TOWER, image_token_index=PICTURE_TOKEN, vision_feature_layer=-2
+    )
+    model = hf.LlavaForConditionalGeneration(config).eval()
+    return Family(model, _clip(), _of_counts(lambda made: [[16] * len(made["pixel_values"])]), (WIDE, TALL))
+
+
+def _llava_next() -> Family:
+    points = [[56, 112], [112, 56], [112, 112]]
+    config = hf.LlavaNextConfig(
+        text_config=_LLAMA, vision_config=_CLIP_TOWER, image_token_index=PICTURE_TOKEN, vision_feature_layer=-2,
+        image_grid_pinpoints=points,
+    )  # fmt: skip
+    model = hf.LlavaNextForConditionalGeneration(config).eval()
+
+    @torch.no_grad()
+    def counts(made: Inputs) -> list[list[int]]:
+        found = model.model.get_image_features(pixel_values=made["pixel_values"], image_sizes=made["image_sizes"])
+        features = getattr(found, "pooler_output", found)
+        return [[each.reshape(-1, 32).shape[0] for each in features]]
+
+    processor = hf.LlavaNextImageProcessorPil(**_CLIP, image_grid_pinpoints=points)
+    return Family(model, processor, _of_counts(counts, "image_sizes"), (WIDE, TALL))
+
+
+def _paligemma() -> Family:
+    config = hf.PaliGemmaConfig(
+        text_config=_GEMMA, vision_config=_SIGLIP_TOWER, image_token_index=PICTURE_TOKEN, projection_dim=32,
+        hidden_size=32,
+    )  # fmt: skip
+    model = hf.PaliGemmaForConditionalGeneration(config).eval()
+    return Family(model, hf.SiglipImageProcessorPil(**_SQUARE), _of_counts(lambda _: [[16]], "token_type_ids"))
+
+
+def _gemma3() -> Family:
+    config = hf.Gemma3Config(
+        text_config={**_TEXT, "head_dim": 8, "sliding_window": 64}, vision_config=_SIGLIP_TOWER, mm_tokens_per_image=4,
+        image_token_index=PICTURE_TOKEN, boi_token_index=51, eoi_token_index=54,
+    )  # fmt: skip
+    model = hf.Gemma3ForConditionalGeneration(config).eval()
+    nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # else pictures do not reach it
+    return Family(model, hf.Gemma3ImageProcessorPil(**_SQUARE), _of_counts(lambda _: [[4]], "token_type_ids"))
+
+
+def _idefics3(*, batch: bool = False) -> Family:
+    config = hf.Idefics3Config(
+        text_config=_LLAMA, vision_config=_PATCHED, image_token_id=PICTURE_TOKEN, scale_factor=2, pad_token_id=0
+    )
+    model = hf.Idefics3ForConditionalGeneration(config).eval()
+    processor = hf.Idefics3ImageProcessorPil(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
+
+    def counts(made: Inputs) -> list[list[int]]:
+        tiles: Tensor = (made["pixel_values"].flatten(2) != 0).any(-1).sum(1)
+        return [[4 * each] for each in tiles.tolist()]
+
+    inputs = _of_counts(counts, "pixel_attention_mask")
+    if batch:
+        return Family(model, processor, inputs, (WIDE, (60, 140)), lambda pictures: [[each] for each in pictures])
+    return Family(model, processor, inputs, (WIDE, TALL), lambda pictures: [pictures])
+
+
+def _internvl() -> Family:
+    tower = {**_SIZES, "image_size": [56, 56], "patch_size": [14, 14]}
+    config = hf.InternVLConfig(
+        text_config={"model_type": "qwen2", **_TEXT}, vision_config=tower, image_token_id=PICTURE_TOKEN,
+        downsample_ratio=0.5,
+    )  # fmt: skip
+    model = hf.InternVLForConditionalGeneration(config).eval()
+    processor = hf.GotOcr2ImageProcessorPil(**_SQUARE, crop_to_patches=True, max_patches=4)
+    return Family(model, processor, _of_counts(lambda made: [[4 * len(made["pixel_values"])]]))
+
+
+ENCODERS: dict[str, Callable[[], Family]] = {
+    "ViT": _vit,
+    "ViT, another size": _vit_of_another_size,
+    "DeiT": _deit,
+    "DINOv2": _dinov2,
+    "DINOv2, two pictures cropped": _dinov2_batch,
+    "DINOv2 with registers": _dinov2_registers,
+    "DINOv3": _dinov3,
+    "CLIP": _clip_vision,
+    "SigLIP": _siglip,
+    "BEiT": _beit,
+    "I-JEPA": _ijepa,
+    "YOLOS": _yolos,
+    "ViT-MAE": _vit_mae,
+    "Swin": _swin,
+    "Pixtral, two sizes": _pixtral,
+}
+LANGUAGE_MODELS: dict[str, Callable[[], Family]] = {
+    "Qwen2-VL, two pictures": _qwen2_vl,
+    "Qwen2-VL, a batch of two sizes": lambda: _qwen2_vl(batch=True),
+    "Qwen2.5-VL": _qwen2_5_vl,
+    "Qwen3-VL": _qwen3_vl,
+    "LLaVA, two pictures": _llava,
+    "LLaVA-NeXT, two pictures": _llava_next,
+    "PaliGemma": _paligemma,
+    "Gemma 3": _gemma3,
+    "Idefics 3, two pictures": _idefics3,
+    "Idefics 3, a batch of other tile counts": lambda: _idefics3(batch=True),
+    "InternVL": _internvl,
+}
