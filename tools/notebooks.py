@@ -23,7 +23,7 @@ from tools.translations import translation
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-SECONDS = 120  # the longest a cell may take
+SECONDS = 120  # the longest a cell, or the start of a kernel, may take
 _KERNEL = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 _LANGUAGE = {"language_info": {"file_extension": ".py", "mimetype": "text/x-python", "name": "python"}}
 _SIGNATURE = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)
@@ -87,9 +87,15 @@ def run(notebook: Any) -> Any:
         try:
             # A kernel warns that its port is not encrypted; only this machine can reach it.
             quiet = ["--log-level=ERROR"]
-            NotebookClient(
-                copy, timeout=SECONDS, kernel_name="python3", record_timing=False, extra_arguments=quiet
-            ).execute(cwd=str(ROOT))
+            client = NotebookClient(
+                copy,
+                timeout=SECONDS,
+                startup_timeout=SECONDS,
+                kernel_name="python3",
+                record_timing=False,
+                extra_arguments=quiet,
+            )
+            client.execute(cwd=str(ROOT))
         finally:
             os.environ.clear()
             os.environ.update(before)
