@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead.record.places import NO_PICTURE, NO_PLACE, Box, Place, PlaceTable
+from multihead.record.places import NO_PICTURE, NO_PLACE, Box, Cell, Place, PlaceTable
 from tests.picture_families import ENCODERS, LANGUAGE_MODELS, Family, Inputs, random_pictures
 from tests.picture_oracle import judge_places
 
@@ -72,6 +72,10 @@ def test_a_picture_in_tiles_has_the_whole_as_view_0_and_the_tiles_as_view_1() ->
     assert torch.allclose(whole, expected, atol=0.5)
     expected = torch.tensor([[39.0 * c, 50.0 * r] for first in (0, 2) for r in (0, 1) for c in (first, first + 1)])
     assert torch.allclose(tiles[:, :2], expected, atol=0.5)
+    assert table.cell[table.view == 0].tolist() == [[r, c, 2, 2] for r in (0, 1) for c in (0, 1)]
+    assert table.cell[table.view == 1].tolist() == [
+        [r, c, 2, 4] for first in (0, 2) for r in (0, 1) for c in (first, first + 1)
+    ]
 
 
 def test_boxes_of_large_pictures_are_exact_to_half_a_pixel_though_grey_has_256_levels() -> None:
@@ -96,7 +100,7 @@ def test_without_a_processor_boxes_are_in_pixels_of_the_input() -> None:
     table = mh.places(vit(), {"pixel_values": torch.rand(2, 3, 8, 8)})["layers.1.attention"]
     assert table.picture.tolist() == [[NO_PICTURE, 0, 0, 0, 0], [NO_PICTURE, 1, 1, 1, 1]]
     assert table[0, 0] is None
-    assert table[1, 4] == Place(picture=1, view=0, patch=3, box=Box(4.0, 4.0, 8.0, 8.0))
+    assert table[1, 4] == Place(picture=1, view=0, patch=3, box=Box(4.0, 4.0, 8.0, 8.0), cell=Cell(1, 1))
 
 
 def test_without_a_configuration_the_first_convolution_has_the_size_of_a_patch() -> None:
@@ -106,7 +110,7 @@ def test_without_a_configuration_the_first_convolution_has_the_size_of_a_patch()
             module.config = type("Config", (type(module.config),), {})(**module.config.to_dict())
             module.config.patch_size = 3
     table = mh.places(model, {"pixel_values": torch.rand(1, 3, 8, 8)})["layers.0.attention"]
-    assert table[0, 2] == Place(picture=0, view=0, patch=1, box=Box(4.0, 0.0, 8.0, 4.0))
+    assert table[0, 2] == Place(picture=0, view=0, patch=1, box=Box(4.0, 0.0, 8.0, 4.0), cell=Cell(0, 1))
 
 
 def test_rows_of_patches_have_numbers_without_a_processor() -> None:
@@ -119,7 +123,7 @@ def test_rows_of_patches_have_numbers_without_a_processor() -> None:
         "numbers of their patches. Give processor= and images=."
     )
     assert sorted(tables[0].patch[0].tolist()) == list(range(48))
-    assert tables[-1][0, 4] == Place(picture=0, view=0, patch=4, box=None)
+    assert tables[-1][0, 4] == Place(picture=0, view=0, patch=4, box=None, cell=None)
 
 
 class Overlapping(nn.Module):

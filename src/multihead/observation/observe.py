@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -21,6 +21,7 @@ from multihead.models.pretrained import track_inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
+from multihead.observation.picture_calls import PictureCalls
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
 from multihead.probes.catalogue import DEFAULT, PROBES, reject_unknown_set
@@ -43,6 +44,8 @@ def observe(
     map_size: int = MAP_SIZE,
     map_pool: PoolOperation = "mean",
     kinds: Sequence[Kind] = (),
+    processor: Any = None,
+    images: Any = None,
 ) -> Iterator[Record]:
     """Record every attention head of a model while it runs.
 
@@ -70,6 +73,10 @@ def observe(
         map_size: largest number of rows and columns of the pooled map.
         map_pool: whether a cell of the pooled map is the "mean" or the "max" of the weights in its block.
         kinds: kinds of heads of your own, next to the built-in ones; their probes are measured too.
+        processor: the processor of a model that reads pictures. At the end of the context the place of each token in
+            its picture is measured, see `mh.places`, once for calls that are equal apart from the pixels. Without it,
+            only the tokens of image encoders are named, by the rows and columns of the pixels that they read.
+        images: the pictures that the processor read; None: those with which it is called in the context.
 
     Returns:
         a record that fills while the model runs.
@@ -88,12 +95,19 @@ def observe(
     torch.Size([2, 5])
     """
     options = Options(layers, keep, probes, special_ids, tokenizer, map_size, map_pool, kinds)
+    options = options._replace(names_pictures=True, processor=processor, images=images)
     with record_calls(model, options) as record:
         yield record
 
 
 class Options(NamedTuple):
-    """The arguments of `observe` besides the model, and whether a summary has chance levels and quantiles."""
+    """The arguments of `observe` besides the model, and what else is recorded.
+
+    Attributes:
+        keeps_chance: whether a summary has chance levels.
+        keeps_quantiles: whether a summary has quantiles.
+        names_pictures: whether the places of the tokens of pictures are measured.
+    """
 
     layers: Sequence[int | str] | int | str | None = None
     keep: Keep = "cpu"
@@ -105,12 +119,15 @@ class Options(NamedTuple):
     kinds: Sequence[Kind] = ()
     keeps_chance: bool = True
     keeps_quantiles: bool = True
+    names_pictures: bool = False
+    processor: Any = None
+    images: Any = None
 
 
 @contextmanager
 def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
     """Record a model while it runs, see `observe`."""
-    layers, keep, probes, special_ids, tokenizer, map_size, map_pool, kinds, keeps_chance, keeps_quantiles = options
+    layers, keep, probes, special_ids, tokenizer, map_size, map_pool, kinds, keeps_chance, keeps_quantiles, *_ = options
     check_module(model)
     if tokenizer is not None:
         check_tokenizer(tokenizer, calls=False)
@@ -147,11 +164,14 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
             return RunningSummary(num_heads, keeps_quantiles=keeps_quantiles)
 
         recorder = Recorder(record, inputs, layer_filter, keep, measuring, keeps_chance, new_summary)
-        with listen(recorder):
+        pictures = PictureCalls(record.layers, options.processor, options.images)
+        follows = options.names_pictures and keep != "summary"
+        with listen(recorder), pictures.follow(root, lambda: inputs.is_recording) if follows else nullcontext():
             yield record
     aligned = alignment_heads(root)
     for layer in record.layers:
         layer.alignment_heads = aligned.get(layer.name, ())
+    pictures.name_tokens()
     if tokenizer is not None:
         record.name_tokens(tokenizer)
     elif special_ids:

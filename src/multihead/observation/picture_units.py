@@ -25,7 +25,7 @@ from multihead.record.places import NO_PICTURE, PlaceTable
 _PIXELS_PER_RAMP = 1024  # a longer side is read from several pictures, so that neighbouring patches differ in level
 _SAME_LEVEL = 0.05  # levels of one column differ by rounding errors only
 _MOST_SHARED = 0.05  # part of a frame that rounding lets it share with its neighbour
-_PIXELS = "pixel_values"
+PIXELS = "pixel_values"
 
 GreyPicture = Callable[[int, int, int], Tensor]
 """(number, width, height) -> grey levels of a picture, broadcasting to (height, width), from 0 to 255."""
@@ -78,15 +78,15 @@ def find_units(model: nn.Module, inputs: Mapping[str, Any], processor: Any, imag
         ArgumentError: the call has no pictures, or the processor does not make its pixels from `images`.
         MissingPackageError: Pillow is not installed.
     """
-    pixels = inputs.get(_PIXELS)
+    pixels = inputs.get(PIXELS)
     if not isinstance(pixels, Tensor):
         raise ArgumentError(
-            f"inputs has no {_PIXELS}; it has {', '.join(inputs) or 'nothing'}.",
+            f"inputs has no {PIXELS}; it has {', '.join(inputs) or 'nothing'}.",
             "Give the inputs of a call with pictures, as the model's processor returns them.",
         )
     if not pixels.is_floating_point() or pixels.dim() < 2:
         raise ArgumentError(
-            f"{_PIXELS} is a tensor of {pixels.dtype} with {pixels.dim()} dimensions.",
+            f"{PIXELS} is a tensor of {pixels.dtype} with {pixels.dim()} dimensions.",
             "Give floating-point pixels: (pictures, channels, height, width), or (patches, values).",
         )
     coordinates = None if processor is None else _read_coordinates(pixels, processor, images)
@@ -126,7 +126,7 @@ def _read_coordinates(pixels: Tensor, processor: Any, images: Any) -> _Coordinat
     process = getattr(processor, "image_processor", processor)  # that of a processor of texts and pictures
 
     def send(pictures: list[Any]) -> Tensor:
-        made = process(images=tree_unflatten(pictures, nesting), return_tensors="pt")[_PIXELS]
+        made = process(images=tree_unflatten(pictures, nesting), return_tensors="pt")[PIXELS]
         if made.shape != pixels.shape:
             raise _other_pixels_error(f"{tuple(made.shape)}", f"{tuple(pixels.shape)}")
         found: Tensor = made.detach().cpu().double()
@@ -166,7 +166,7 @@ def _read_coordinates(pixels: Tensor, processor: Any, images: Any) -> _Coordinat
 
 def _other_pixels_error(made: str, expected: str) -> ArgumentError:
     return ArgumentError(
-        f"The processor makes {_PIXELS} with {made} from images, and not with {expected}.",
+        f"The processor makes {PIXELS} with {made} from images, and not with {expected}.",
         "Give the pictures nested as the processor got them, and a processor with all options of that call: "
         "functools.partial(processor.image_processor, crop_to_patches=True).",
     )
@@ -237,7 +237,7 @@ def _units_of_frames(pixels: Tensor, patch: tuple[int, int], coordinates: _Coord
     box = torch.stack(
         [ends[0][frame, column], ends[1][frame, row], ends[0][frame, column + 1], ends[1][frame, row + 1]], 3
     ).view(-1, 4)
-    return PictureUnits(_PIXELS, pixels, numbers, axes, is_picture, _table(picture, view, box, live))
+    return PictureUnits(PIXELS, pixels, numbers, axes, is_picture, _table(picture, view, box, live))
 
 
 def _units_of_rows(pixels: Tensor, coordinates: _Coordinates | None) -> PictureUnits:
@@ -250,9 +250,7 @@ def _units_of_rows(pixels: Tensor, coordinates: _Coordinates | None) -> PictureU
         axes = torch.stack([torch.zeros_like(picture), torch.zeros_like(picture), torch.arange(count)])
         box = torch.full((count, 4), torch.nan, dtype=torch.float64)
         table = _table(picture, torch.zeros_like(picture), box, live)
-        return PictureUnits(
-            _PIXELS, pixels, numbers, axes, torch.ones(1, dtype=torch.bool, device=pixels.device), table
-        )
+        return PictureUnits(PIXELS, pixels, numbers, axes, torch.ones(1, dtype=torch.bool, device=pixels.device), table)
     inside = coordinates.inside.view(count, -1)
     weights = inside.sum(1)
     live = weights > 0
@@ -265,7 +263,7 @@ def _units_of_rows(pixels: Tensor, coordinates: _Coordinates | None) -> PictureU
             own = live & (picture == number)
             if not bool(own.any()):
                 continue
-            rank[own] = _ranks(centre[own])
+            rank[own] = _ranks(centre[own], _SAME_LEVEL / 255)
             steps = int(rank[own].amax()) + 1
             fitted = own & whole if bool((own & whole).any()) else own
             counted = torch.zeros(steps, dtype=torch.float64).index_add_(
@@ -279,7 +277,7 @@ def _units_of_rows(pixels: Tensor, coordinates: _Coordinates | None) -> PictureU
         ranks.append(rank)
     axes = torch.stack([picture.masked_fill(~live, 0), ranks[1], ranks[0]])
     table = _table(picture, torch.zeros_like(picture), box, live)
-    return PictureUnits(_PIXELS, pixels, numbers, axes, coordinates.inside.to(pixels.device), table)
+    return PictureUnits(PIXELS, pixels, numbers, axes, coordinates.inside.to(pixels.device), table)
 
 
 def _fitted_edges(means: Tensor, weights: Tensor, edges: Tensor, size: Tensor) -> Tensor:
@@ -305,11 +303,11 @@ def _fitted_edges(means: Tensor, weights: Tensor, edges: Tensor, size: Tensor) -
     return found.clamp(min=0).minimum(size[:, None])
 
 
-def _ranks(values: Tensor) -> Tensor:
-    """Number values, (n,), from the smallest on; values that differ by rounding errors share a number."""
+def _ranks(values: Tensor, apart: float) -> Tensor:
+    """Number values, (n,), from the smallest on; neighbours that are not `apart` share a number."""
     ordered, order = values.sort()
     rank = torch.zeros(len(values), dtype=torch.int64)
-    rank[order[1:]] = (ordered.diff() > _SAME_LEVEL / 255).cumsum(0)
+    rank[order[1:]] = (ordered.diff() > apart).cumsum(0)
     return rank
 
 
@@ -355,15 +353,23 @@ def _overlap(one: tuple[tuple[float, float], ...], other: tuple[tuple[float, flo
 
 def _table(picture: Tensor, view: Tensor, box: Tensor, live: Tensor) -> PlaceTable:
     """Return the table of units, (units,) each; units that are not `live` are padding."""
-    patch = torch.zeros_like(picture)
+    patch, cell = torch.zeros_like(picture), torch.full((len(picture), 4), -1)
     for number in picture[live].unique().tolist():
         own = live & (picture == number)
         patch[own] = torch.arange(int(own.sum()))
+        for each in view[own].unique().tolist() if not bool(box[own].isnan().any()) else []:
+            part = own & (view == each)
+            ranks = []
+            for axis in (1, 0):
+                least = (box[part, axis + 2] - box[part, axis]).median() / 2
+                ranks.append(_ranks((box[part, axis] + box[part, axis + 2]) / 2, float(least)))
+            cell[part] = torch.stack([*ranks, *(rank.amax().add(1).expand(len(rank)) for rank in ranks)], 1)
     return PlaceTable(
         picture.masked_fill(~live, NO_PICTURE),
         view.masked_fill(~live, -1),
         patch.masked_fill(~live, -1),
         box.float().masked_fill(~live[:, None], torch.nan),
+        cell,
     )
 
 

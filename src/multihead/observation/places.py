@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from multihead.record.places import NO_PICTURE, NO_PLACE, PlaceTable
 
 _CHECKS = 4
 _KEYS_AT_ONCE = 512
+_OWN_TOKENS = {"cls": "CLS", "class": "CLS", "register": "REG", "distillation": "DIST", "detection": "DET"}
 _LEAST_COVERED = 0.75  # part of the rectangle around the patches of a key that these cover, but for padding
 
 
@@ -71,12 +72,26 @@ def places(
         reject_given("inputs", inputs, "the arguments of the model's call by name", "Give what the processor returns.")
     if processor is None and images is not None:
         raise ArgumentError("images was given without processor.", "Give the processor that made the inputs from them.")
-    return measure_places(model, inputs, processor, images)
+    return {name: layer.table for name, layer in measure_places(model, inputs, processor, images).items()}
+
+
+class LayerPlaces(NamedTuple):
+    """The places of the keys of a layer, and what is known about the others.
+
+    Attributes:
+        table: (batch, keys).
+        unpadded: (batch, keys) bool, False for padding; None where padding is unknown.
+        own_names: key -> name of a token of the model's own, such as "[CLS]".
+    """
+
+    table: PlaceTable
+    unpadded: Tensor | None
+    own_names: dict[int, str]
 
 
 def measure_places(
     model: nn.Module, inputs: Mapping[str, Any], processor: Any, images: Any, random_state: Tensor | None = None
-) -> dict[str, PlaceTable]:
+) -> dict[str, LayerPlaces]:
     """Do what `places` does, with the state of torch's random numbers when the call began; None takes the current."""
     candidates = find_units(model, inputs, processor, images)
     if processor is None and candidates[0].pixels.dim() < 4:
@@ -85,11 +100,11 @@ def measure_places(
             "the numbers of their patches. Give processor= and images=.",
             stacklevel=3,
         )
-    found: dict[str, PlaceTable] = {}
+    found: dict[str, LayerPlaces] = {}
     with without_attention(model, inputs, random_state) as runs:
         for units in candidates:  # one for each size that patches may have
             found = _PlaceFinder(runs, units).find()
-            if any(table.has_places for table in found.values()):
+            if any(layer.table.has_places for layer in found.values()):
                 break
     return found
 
@@ -121,8 +136,8 @@ class _PlaceFinder:
     _seed: int = 0
     _base: dict[str, LayerKeys] = field(default_factory=dict)
 
-    def find(self) -> dict[str, PlaceTable]:
-        """Return the table of each layer by name."""
+    def find(self) -> dict[str, LayerPlaces]:
+        """Return the places of each layer by name."""
         live, count = self.units.live, self.units.axes.shape[1]
         self._base = self.runs.keys({})
         check_repeatable(self._base, self.runs.keys({}))
@@ -130,10 +145,28 @@ class _PlaceFinder:
         halves = [live & (torch.rand(count, generator=random) < 0.5) for _ in range(_CHECKS)] if count > 1 else [live]
         checks = [self._differences(half) for half in halves]
         measured: list[_MeasuredLayer] = []
-        return {
-            name: self._layer_of(name, torch.stack([each[name].flatten() for each in checks]), halves, measured).table
-            for name in self._base
-        }
+        found: dict[str, LayerPlaces] = {}
+        names: dict[int, dict[int, str]] = {}
+        for name, base in self._base.items():
+            layer = self._layer_of(name, torch.stack([each[name].flatten() for each in checks]), halves, measured)
+            table = layer.table.reshape(*base.sketch.shape[:2])
+            if not names and table.has_places:  # later layers depend on tokens in more ways
+                names[id(layer)] = self._own_names(name, table)
+            found[name] = LayerPlaces(table, base.unpadded, names.get(id(layer), {}))
+        return found
+
+    def _own_names(self, name: str, table: PlaceTable) -> dict[int, str]:
+        """Name the keys of a layer that are parameters of the model: key -> "[CLS]" or "[REG 1]"."""
+        if not bool((table.picture == NO_PICTURE).any()):
+            return {}
+        found = {}
+        for parameter, keys in self.runs.own_tokens((name, self._base[name].calls), table.picture >= 0).items():
+            columns = keys.nonzero()[:, 0].tolist()
+            words = parameter.lower().split("_")
+            word = next((_OWN_TOKENS[each] for each in words if each in _OWN_TOKENS), words[0].upper())
+            for number, key in enumerate(columns, 1):
+                found[key] = f"[{word}]" if len(columns) == 1 else f"[{word} {number}]"
+        return found
 
     def _layer_of(
         self, name: str, differences: Tensor, halves: list[Tensor], measured: list[_MeasuredLayer]
@@ -223,21 +256,20 @@ class _PlaceFinder:
         """Return a layer with its table, from the keys that the checks confirm."""
         rows, keys = layer.table.picture.shape
         placed = layer.placed & (self._predict(layer, halves) == changed).all(0)
-        tables = []
+        tables, blocks = [], []
         for row in range(rows):
-            parts = []
             uses = torch.zeros(self.units.axes.shape[1], dtype=torch.int32)
             for some in _slices(row * keys, (row + 1) * keys):
                 index, units = self._units_of_keys(layer, some)
-                table = _join_units(self.units.places.select(index), units)
+                table, block = _join_units(self.units.places.select(index), units)
                 placed[some] &= table.picture >= 0
                 uses[index] += (units & placed[some, None]).sum(0, dtype=torch.int32)
-                parts.append(table)
+                tables.append(table)
+                blocks.append(block)
             for some in _slices(row * keys, (row + 1) * keys):  # a patch of several keys is the place of none
                 index, units = self._units_of_keys(layer, some)
                 placed[some] &= ~(units & (uses[index] > 1)).any(1)
-            tables += parts
-        table = PlaceTable.join(tables).where(placed)
+        table = _number_cells(PlaceTable.join(tables).where(placed), torch.cat(blocks))
         outside = ~layer.changes & ~placed
         table.picture[outside] = NO_PICTURE
         return replace(layer, placed=placed, table=table.reshape(rows, keys))
@@ -249,16 +281,19 @@ def _slices(start: int, stop: int) -> Iterator[slice]:
         yield slice(first, min(first + _KEYS_AT_ONCE, stop))
 
 
-def _join_units(of_units: PlaceTable, units: Tensor) -> PlaceTable:
-    """Return the places of keys, each a block of units of one view; `NO_PLACE` where its units are no block.
+def _join_units(of_units: PlaceTable, units: Tensor) -> tuple[PlaceTable, Tensor]:
+    """Find the places of keys, each a block of units of one view.
 
     Args:
         of_units: the places of the units, (units,).
         units: (keys, units) bool, the units of each key.
+
+    Returns:
+        the table of the keys, `NO_PLACE` where the units are no block, with the cell of the first unit; and the numbers
+        of rows and columns of each block, (keys, 2) int64.
     """
-    found = PlaceTable.without_places(len(units), picture=NO_PLACE)
     if not units.shape[1]:
-        return found
+        return PlaceTable.without_places(len(units), picture=NO_PLACE), torch.ones(len(units), 2, dtype=torch.int64)
 
     def least(values: Tensor) -> Tensor:
         most = torch.finfo(values.dtype).max if values.is_floating_point() else torch.iinfo(values.dtype).max
@@ -275,4 +310,23 @@ def _join_units(of_units: PlaceTable, units: Tensor) -> PlaceTable:
         placed &= covered >= _LEAST_COVERED * area
     else:
         box = torch.full_like(box, torch.nan)
-    return PlaceTable(picture, view, patch, box).where(placed)
+    first = torch.stack([least(each) for each in of_units.cell.unbind(1)], 1)
+    last = torch.stack([-least(-each) for each in of_units.cell[:, :2].unbind(1)], 1)
+    return PlaceTable(picture, view, patch, box, first).where(placed), last - first[:, :2] + 1
+
+
+def _number_cells(table: PlaceTable, blocks: Tensor) -> PlaceTable:
+    """Number the cells of the grid that the keys of each view form, from the cells and `blocks` of their units.
+
+    Args:
+        table: the places of the keys, (keys,), with the cells of their first units.
+        blocks: (keys, 2) int64, rows and columns of units of each key; at the lower and right edge they may be fewer.
+    """
+    cell = torch.full_like(table.cell, -1)
+    for picture, view in torch.stack([table.picture, table.view], 1)[table.picture >= 0].unique(dim=0).tolist():
+        own = (table.picture == picture) & (table.view == view)
+        units, block = table.cell[own], blocks[own].amax(0)
+        found = torch.cat([units[:, :2] // block, (units[:, 2:] + block - 1) // block], 1)
+        if bool((units >= 0).all()) and bool((units[:, :2] % block == 0).all()):
+            cell[own] = found
+    return replace(table, cell=cell)

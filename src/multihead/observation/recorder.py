@@ -40,7 +40,6 @@ from multihead.observation.held import HeldPart, RecordedCall, add_to_summary, s
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import LayerNamer
 from multihead.observation.measuring import StatisticsMeasurer
-from multihead.observation.patches import text_of_patches
 from multihead.observation.record import Record
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
@@ -71,7 +70,6 @@ from multihead.record.sample import OwnStatistics, SampleRecord
 from multihead.record.segments import ChunkedRows, Segment, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
 from multihead.record.text_rows import MeasuredRows, TextRows, occurred_before
-from multihead.record.texts import Text
 from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import values_of, with_values
 from multihead.tensors.shapes import AttentionShape
@@ -163,7 +161,6 @@ class Recorder:
     _namer: LayerNamer = field(init=False)
     _newest_sample_spans: SampleSpans | None = None  # the samples of the previous call in this pass
     _chance_levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
-    _image_of_layer: Callable[[str], Text | None] = field(init=False)  # by name: the tokens of the image that it reads
     _gathered_ids: tuple[Tensor, Tensor] | None = None  # the ids of this rank and of all ranks of a split sequence
     _warned_of_unknown_texts: bool = False
 
@@ -174,7 +171,6 @@ class Recorder:
         )
         self._namer = LayerNamer(self.measurer.names, self.inputs)
         self.inputs.on_texts = self.add_generated_texts
-        self._image_of_layer = cache(partial(text_of_patches, self.measurer.root))
         self._latest_counted_offset = max((probe.counted_offset or 0 for probe in self.measurer.probes), default=0)
         self._own_statistics = OwnStatistics(self.measurer.own)
         probes = self.measurer.probes
@@ -547,12 +543,7 @@ class Recorder:
             keys = keys.repeat_interleave(self.inputs.rows_per_prompt(name, shape.batch), 0)
         if keys is not None and keys.shape != (shape.batch, shape.key_length):
             keys = None
-        no_image = queries is not None or cross_attention or sample_spans.texts is not None
-        image = None if no_image else self._image_of_layer(name)
-        if image is not None and not image.length == shape.query_length == shape.key_length:
-            image = None  # a layer that attends within windows, or an image of another size
-        start = sample_spans.request.query_start
-        return CallTokenIds(queries, keys, cross_attention, start, image)
+        return CallTokenIds(queries, keys, cross_attention, sample_spans.request.query_start)
 
     def _parts_of_batch(
         self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds, probes: tuple[Probe, ...]

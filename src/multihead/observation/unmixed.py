@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,7 @@ class _KeyReader:
     names: dict[int, str]
     last: tuple[str, int] | None  # the layer that ends the run, and its number of calls
     found: dict[str, LayerKeys] = field(default_factory=dict)
+    newest: Tensor = field(default_factory=partial(torch.empty, 0))  # keys of the newest call, with their graph
     state: object = None
 
     def __post_init__(self) -> None:
@@ -78,7 +80,7 @@ class _KeyReader:
         self._namer.begins_pass()
         name, keys = self._namer.name_call(request, request.known_origin.layer), _read_keys(request)
         keys = self.found[name].join(keys) if self._namer.is_further_window and name in self.found else keys
-        self.found[name] = keys
+        self.found[name], self.newest = keys, request.k
         if (name, keys.calls) == self.last:
             raise _LayerReachedError
         return torch.zeros_like(output), None
@@ -122,12 +124,53 @@ class UnmixedModel:
             changed: the inputs that differ from those of the call.
             last: name and number of calls of the layer after which the run ends; None runs the whole model.
         """
+        return self._run(changed, last).found
+
+    def _run(self, changed: Mapping[str, Tensor], last: tuple[str, int] | None) -> _KeyReader:
         self.runs += 1
         torch.set_rng_state(self.random_state)
         reader = _KeyReader(self.tracker, self.names, last)
         with apply_change(reader), suppress(_LayerReachedError):
             self.model(**{**self.inputs, **changed})
-        return reader.found
+        return reader
+
+    def own_tokens(self, last: tuple[str, int], placed: Tensor) -> dict[str, Tensor]:
+        """Find the parameters that are tokens of the model: keys depend on them that come from no picture.
+
+        Args:
+            last: name and number of calls of the layer whose keys are read.
+            placed: (batch, keys) bool, the keys that come from pictures.
+
+        Returns:
+            name of a parameter -> the keys that depend on it, (keys,) bool.
+        """
+        own = [each for each in self.model.modules() if not type(each).__module__.startswith("torch.")]
+        known = [
+            (module, name, parameter)
+            for module in own
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.is_floating_point()
+        ]
+        parameters = [parameter for *_, parameter in known]
+        with torch.enable_grad(), Undo() as undo:
+            for parameter in parameters:
+                undo.set_attribute(parameter, "requires_grad", value=True)
+            keys = self._run({}, last).newest.transpose(1, 2).flatten(2)
+            if keys.shape[:2] != placed.shape or not keys.requires_grad:
+                return {}
+            random = torch.rand(keys.shape, generator=torch.Generator().manual_seed(7)).to(keys)
+            of_pictures, of_others = (
+                torch.autograd.grad((keys * random)[some].sum(), parameters, retain_graph=True, allow_unused=True)
+                for some in (placed, ~placed)
+            )
+        base, found = self.keys({}, last)[last[0]], {}
+        for (module, name, parameter), picture, other in zip(known, of_pictures, of_others, strict=True):
+            if other is None or not bool(other.any()) or (picture is not None and bool(picture.any())):
+                continue
+            with Undo() as undo:  # a new parameter, because graphs of the caller may hold this one
+                undo.set_attribute(module, name, nn.Parameter(torch.rand_like(parameter), requires_grad=False))
+                found[name] = (self.keys({}, last)[last[0]].difference(base) > 0).any(0)
+        return found
 
 
 @contextmanager

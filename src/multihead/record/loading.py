@@ -24,6 +24,7 @@ from multihead.kernels.parts import PartAxes
 from multihead.probes.catalogue import REPEAT_PROBES, probe_of_part, statistic
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordContents
+from multihead.record.places import NO_PLACE, PlaceTable
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import (
     NUM_BINS,
@@ -466,17 +467,36 @@ def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
         ]
     if len({len(each) for each in (ids, tokens, special, gaps) if each is not None}) != 1:
         raise _InvalidValueError("the tokens of a text are not as many as its ids")
-    return Text(ids, tokens, special, gaps, _read_patches(data.get("patches"), 0 if tokens is None else len(tokens)))
+    length = next(len(each) for each in (ids, tokens, special, gaps) if each is not None)
+    boxes = _read_boxes(data["boxes"], length, tensors) if "boxes" in data else None
+    return Text(ids, tokens, special, gaps, _convert_patches(data["patches"], length) if "patches" in data else boxes)
 
 
-def _read_patches(data: Any, tokens: int) -> tuple[int, int] | None:
-    """Read an image's numbers of rows and columns, which must not exceed its number of tokens; None for a text."""
-    if data is None:
-        return None
+def _read_boxes(data: Any, tokens: int, tensors: dict[str, Tensor]) -> PlaceTable:
+    """Read the places of the tokens of a text in pictures."""
+    columns = {}
+    for name, sizes in {"picture": (), "view": (), "patch": (), "box": (4,), "cell": (4,)}.items():
+        dtype = torch.float32 if name == "box" else torch.int64
+        columns[name] = _checked_tensor(tensors[data[name]], (tokens, *sizes), f"the {name} of tokens", dtype)
+        least = NO_PLACE if name == "picture" else -1
+        if name != "box" and not bool(((columns[name] >= least) & (columns[name] <= MAX_TOKENS)).all()):
+            raise _InvalidValueError(f"the {name} of a token is not one")
+    cell, grid = columns["cell"].split(2, 1)
+    if bool(((cell >= grid) & (cell >= 0)).any()):
+        raise _InvalidValueError("the cell of a token is outside of its grid")
+    return PlaceTable(**columns)
+
+
+def _convert_patches(data: Any, tokens: int) -> PlaceTable:
+    """Convert an image's numbers of rows and columns, whose patches are the last tokens, of files without boxes."""
     sizes = [_checked_count(each, "a size of an image", least=1) for each in _checked_type(data, list, "the image")]
     if len(sizes) != 2 or sizes[0] * sizes[1] > tokens:
         raise _InvalidValueError("the patches of an image are not its tokens")
-    return sizes[0], sizes[1]
+    rows, columns = sizes
+    patch = torch.arange(rows * columns)
+    cell = torch.stack([patch // columns, patch % columns, patch * 0 + rows, patch * 0 + columns], 1)
+    image = PlaceTable(patch * 0, patch * 0, patch, torch.full((len(patch), 4), torch.nan), cell)
+    return PlaceTable.join([PlaceTable.without_places(tokens - len(patch)), image])
 
 
 class _SampleReader:

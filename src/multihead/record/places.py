@@ -24,6 +24,13 @@ class Box(NamedTuple):
     bottom: float
 
 
+class Cell(NamedTuple):
+    """A cell of the grid that the tokens of a view form, by its row and column, from 0."""
+
+    row: int
+    column: int
+
+
 class Place(NamedTuple):
     """The place of a token in a picture.
 
@@ -33,12 +40,14 @@ class Place(NamedTuple):
             one of fewer parts first. Boxes of one view do not overlap.
         patch: number of the first patch of the picture that belongs to the token, in the order of the model's input.
         box: the rectangle in the picture; None if it is unknown.
+        cell: its row and column among the tokens of the view; None if these form no grid.
     """
 
     picture: int
     view: int
     patch: int
     box: Box | None
+    cell: Cell | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +59,7 @@ class PlaceTable:
         view: (..., keys) int64, number of the view of the picture; -1 without a place.
         patch: (..., keys) int64, number of the first patch of the key in its picture; -1 without a place.
         box: (..., keys, 4) float32, left, top, right and bottom in pixels of the picture; NaN where it is unknown.
+        cell: (..., keys, 4) int64, row, column, and the numbers of rows and columns of the view; -1 without a grid.
 
     >>> table = PlaceTable.without_places(1, 3)
     >>> table[0, 2] is None, table.has_places
@@ -60,26 +70,64 @@ class PlaceTable:
     view: Tensor
     patch: Tensor
     box: Tensor
+    cell: Tensor
 
     @staticmethod
     def without_places(*sizes: int, picture: int = NO_PICTURE) -> PlaceTable:
         """Return a table of keys without a place; `sizes` are the sizes of `picture`."""
         nothing = torch.full(sizes, -1)
-        return PlaceTable(torch.full(sizes, picture), nothing, nothing, torch.full((*sizes, 4), torch.nan))
+        four = (*sizes, 4)
+        return PlaceTable(
+            torch.full(sizes, picture), nothing, nothing, torch.full(four, torch.nan), torch.full(four, -1)
+        )
 
     def __getitem__(self, key: int | tuple[int, ...]) -> Place | None:
         """Return the place of one key, by its row in the batch and its number in the row; None without a place."""
         picture = int(self.picture[key])
         if picture < 0:
             return None
-        box = self.box[key].tolist()
+        box, (row, column, *_) = self.box[key].tolist(), self.cell[key].tolist()
         known = Box(*box) if box[0] == box[0] else None  # NaN is not equal to itself
-        return Place(picture, int(self.view[key]), int(self.patch[key]), known)
+        cell = None if row < 0 else Cell(row, column)
+        return Place(picture, int(self.view[key]), int(self.patch[key]), known, cell)
 
     @property
     def has_places(self) -> bool:
         """Whether any key has a place."""
         return bool((self.picture >= 0).any())
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """Numbers of rows and columns, if all places are of one view of one picture and form a grid; else None."""
+        placed = self.picture >= 0
+        of_view = torch.cat([self.picture[..., None], self.view[..., None], self.cell[..., 2:]], -1)[placed].unique(
+            dim=0
+        )
+        return tuple(of_view[0, 2:].tolist()) if len(of_view) == 1 and of_view[0, 2] > 0 else None
+
+    def names(self) -> list[str | None]:
+        """Return the names of the keys of a table of one row; None for a key that comes from no picture.
+
+        >>> places = PlaceTable.without_places(2, picture=NO_PLACE)
+        >>> places.names()
+        ['no place 1', 'no place 2']
+        """
+        several = len(self.picture[self.picture >= 0].unique()) > 1
+        found: list[str | None] = []
+        columns = (self.picture, self.view, self.patch, self.cell, self.box)
+        for key, (picture, view, patch, cell, box) in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
+            parts = [f"picture {picture + 1}"] * several + ["tiles"] * (view > 0)
+            if picture == NO_PICTURE:
+                found.append(None)
+            elif picture == NO_PLACE:
+                found.append(f"no place {key + 1}")
+            elif cell[0] >= 0:
+                found.append(" ".join([*parts, f"r{cell[0] + 1} c{cell[1] + 1}"]))
+            elif box[0] == box[0]:  # NaN is not equal to itself
+                found.append(" ".join([*parts, f"x{box[0]:.0f} y{box[1]:.0f}"]))
+            else:
+                found.append(" ".join([*parts, f"patch {patch + 1}"]))
+        return found
 
     @property
     def columns(self) -> list[Tensor]:
@@ -93,7 +141,7 @@ class PlaceTable:
     def reshape(self, *sizes: int) -> PlaceTable:
         """Return a table of the same keys in other rows."""
         picture, view, patch = (each.reshape(sizes) for each in (self.picture, self.view, self.patch))
-        return PlaceTable(picture, view, patch, self.box.reshape(*sizes, 4))
+        return PlaceTable(picture, view, patch, self.box.reshape(*sizes, 4), self.cell.reshape(*sizes, 4))
 
     def where(self, placed: Tensor) -> PlaceTable:
         """Return a table in which the keys that are not `placed`, (..., keys) bool, have no place."""
@@ -102,6 +150,7 @@ class PlaceTable:
             self.view.masked_fill(~placed, -1),
             self.patch.masked_fill(~placed, -1),
             self.box.masked_fill(~placed[..., None], torch.nan),
+            self.cell.masked_fill(~placed[..., None], -1),
         )
 
     @staticmethod

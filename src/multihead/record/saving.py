@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from multihead.files import check_writable, open_atomically
 from multihead.probes.catalogue import REPEAT_PROBES
 from multihead.probes.probe import Probe
 from multihead.record.layer import RecordContents, empty_layer_error
+from multihead.record.places import PlaceTable
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
@@ -203,8 +205,8 @@ class _StoredTexts:
         if not text.length:
             return None
         ids = None if text.ids is None else text.ids.tolist()
-        parts = (ids, text.tokens, text.special, text.gaps, text.patches)
-        key = tuple(None if part is None else tuple(part) for part in parts)
+        parts = (ids, text.tokens, text.special, text.gaps)
+        key = *(None if part is None else tuple(part) for part in parts), _content_of_boxes(text)
         if key not in self.known:
             self.known[key] = len(self.texts)
             self.texts.append(text)
@@ -217,10 +219,20 @@ class _StoredTexts:
                 "tokens": text.tokens,
                 "special": None if text.special is None else [int(each) for each in text.special],
                 **({} if text.gaps is None else {"gaps": text.gaps}),
-                **({} if text.patches is None else {"patches": list(text.patches)}),
+                **({} if text.boxes is None else {"boxes": _boxes_as_json(text.boxes, tensors, f"texts.{index}")}),
             }
             for index, text in enumerate(self.texts)
         ]
+
+
+def _content_of_boxes(text: Text) -> bytes:
+    """Return bytes that are equal for equal places of the tokens of texts."""
+    return b"" if text.boxes is None else b"".join(bytes(_little_endian_bytes(each)) for each in text.boxes.columns)
+
+
+def _boxes_as_json(boxes: PlaceTable, tensors: TensorStore, name: str) -> dict[str, str]:
+    """Store the places of the tokens of a text, and return the names of the tensors."""
+    return {each.name: tensors.add_tensor(f"{name}.{each.name}", getattr(boxes, each.name)) for each in fields(boxes)}
 
 
 def _sample_as_json(

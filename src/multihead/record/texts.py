@@ -7,12 +7,14 @@ would show different spaces.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from multihead.record.notebook import number_with_noun
+from multihead.record.places import NO_PICTURE, PlaceTable
 from multihead.record.segments import ChunkedRows
 
 __all__ = ["Text"]
@@ -27,7 +29,7 @@ class Text:
         tokens: each token as text, or None without a tokenizer.
         special: whether each token is a special one such as [CLS], or None if unknown.
         gaps: the text between each token and the previous one (None where unknown), or None if all are unknown.
-        patches: rows and columns of an image, whose patches are the last tokens; None for a text.
+        boxes: the place in a picture that each token comes from; None for a text without pictures.
 
     >>> Text(tokens=["The", " cat"]).length
     2
@@ -37,7 +39,7 @@ class Text:
     tokens: list[str] | None = None
     special: list[bool] | None = None
     gaps: list[str | None] | None = None
-    patches: tuple[int, int] | None = None
+    boxes: PlaceTable | None = None
 
     @property
     def length(self) -> int:
@@ -53,6 +55,7 @@ class Text:
             None if self.tokens is None else self.tokens[cut],
             None if self.special is None else self.special[cut],
             None if self.gaps is None else self.gaps[cut],
+            None if self.boxes is None else self.boxes.select(cut),
         )
 
     def select_tokens(self, positions: list[int]) -> Text:
@@ -61,6 +64,7 @@ class Text:
             None if self.ids is None else self.ids[positions],
             None if self.tokens is None else [self.tokens[each] for each in positions],
             None if self.special is None else [self.special[each] for each in positions],
+            boxes=None if self.boxes is None else self.boxes.select(torch.tensor(positions, dtype=torch.int64)),
         )
 
 
@@ -71,21 +75,29 @@ class GrowingText:
     Attributes:
         ids: (tokens so far,), int64; None if some ids are unknown.
         complete_text: the complete text with its tokens and special flags, set after recording; None until then.
+        pictures: the places of its first tokens in pictures; None without pictures.
     """
 
     ids: ChunkedRows | None = None
     complete_text: Text | None = None
+    pictures: PictureTokens | None = None
 
     @staticmethod
     def from_text(text: Text) -> GrowingText:
         """Create a `GrowingText` from a complete text."""
-        return GrowingText(None if text.ids is None else ChunkedRows(0, [text.ids]), text)
+        pictures = None
+        if text.boxes is not None:
+            own = enumerate(text.tokens or ()) if text.ids is None else ()
+            outside = (text.boxes.picture == NO_PICTURE).tolist()
+            pictures = PictureTokens.from_places(text.boxes, {key: name for key, name in own if outside[key]})
+        return GrowingText(None if text.ids is None else ChunkedRows(0, [text.ids]), text, pictures)
 
     def text(self, length: int) -> Text:
         """Return the text of `length` tokens; ids or tokens of another number are left out of it."""
         ids = self.ids.all_rows() if self.ids is not None and self.ids.length == length else None
         named = self.complete_text if self.complete_text is not None and self.complete_text.length == length else Text()
-        return replace(named, ids=ids)
+        named = replace(named, ids=ids)
+        return named if self.pictures is None else self.pictures.name_tokens(named, length)
 
     def append_ids(self, ids: Tensor | None, *, start: int) -> None:
         """Append those of `ids`, (tokens,) int64 on the CPU, that are new; the first id is at position `start`."""
@@ -100,13 +112,68 @@ class GrowingText:
             self.ids.add(ids[self.ids.length - start :])
 
 
+@dataclass(frozen=True, eq=False)
+class PictureTokens:
+    """The first tokens of a text, some of which are places in pictures.
+
+    Attributes:
+        boxes: their places, (tokens,).
+        names: their names; None for a token that has a text of its own.
+        gaps: the text between each token and the previous one; None for a token that has a text of its own.
+    """
+
+    boxes: PlaceTable
+    names: list[str | None]
+    gaps: list[str | None]
+
+    @staticmethod
+    def from_places(boxes: PlaceTable, own_names: Mapping[int, str]) -> PictureTokens:
+        """Name tokens by their places, (tokens,), and those that come from no picture by `own_names`, key -> name.
+
+        >>> PictureTokens.from_places(PlaceTable.without_places(2), {0: "[CLS]"}).name_tokens(Text(), 2).tokens
+        ['[CLS]', 'no place 2']
+        """
+        names = [own_names.get(key) if name is None else name for key, name in enumerate(boxes.names())]
+        lines = torch.stack([boxes.picture, boxes.view, boxes.cell[:, 0]], 1)
+        placed = boxes.picture >= 0
+        begins = torch.ones_like(placed)
+        begins[1:] = (lines[1:] != lines[:-1]).any(1)  # a line per row of the picture
+        gaps = [
+            ("\n" if begin else " ") if place else None
+            for begin, place in zip(begins.tolist(), placed.tolist(), strict=True)
+        ]
+        return PictureTokens(boxes, names, gaps)
+
+    def name_tokens(self, text: Text, length: int) -> Text:
+        """Return a text of `length` tokens with the places and names of its picture tokens."""
+        more = length - len(self.names)
+        if more < 0:
+            return text
+        nothing: list[None] = [None] * length
+        boxes = PlaceTable.join([self.boxes, PlaceTable.without_places(more)]) if more else self.boxes
+        names, tokens, special = [*self.names, *nothing[:more]], text.tokens, text.special
+        if tokens is None:
+            if text.ids is not None:
+                return replace(text, boxes=boxes)
+            tokens = [f"no place {number}" for number in range(1, length + 1)]
+            special = (boxes.picture == NO_PICTURE).tolist() if special is None else special
+        gaps = zip([*self.gaps, *nothing[:more]], text.gaps or nothing, strict=True)
+        return replace(
+            text,
+            tokens=[token if name is None else name for name, token in zip(names, tokens, strict=True)],
+            special=special,
+            gaps=[known if own is None else own for own, known in gaps],
+            boxes=boxes,
+        )
+
+
 def describe_texts(number: int, texts: Iterable[Text], longest: int) -> str:
     """Describe the number of texts and their largest length in tokens, or the size in patches of images of one size.
 
-    >>> describe_texts(2, [], 9), describe_texts(1, [Text(patches=(8, 8))], 65)
-    ('2 texts of up to 9 tokens', '1 image of 8 x 8 patches')
+    >>> describe_texts(2, [], 9)
+    '2 texts of up to 9 tokens'
     """
-    match list({each.patches for each in texts}):
+    match list({None if each.boxes is None else each.boxes.grid for each in texts}):
         case [(rows, columns)]:
             return f"{number_with_noun(number, 'image')} of {rows} x {columns} patches"
     size = f" of up to {number_with_noun(longest, 'token')}" if longest else ""

@@ -11,7 +11,6 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.masks.positions import SampleSpan
 from multihead.record.sample import SampleRecord
-from multihead.record.texts import Text
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,14 +22,12 @@ class CallTokenIds:
         keys: (batch, keys) int64, the ids of its keys if they are another text, or None.
         cross_attention: whether its keys come from another text (cross-attention).
         query_start: position of its first query among its keys; a tensor has one per sample.
-        image: the tokens of each sample if they are patches of an image, which have no ids; else None.
     """
 
     queries: Tensor | None
     keys: Tensor | None
     cross_attention: bool
     query_start: int | Tensor
-    image: Text | None = None
 
     def key_ids(self, request: AttentionRequest) -> Tensor | None:
         """Return the token id of each key of the call, (batch, keys) int64; None if unknown."""
@@ -62,8 +59,6 @@ class CallTokenIds:
             if not sample.calls:
                 sample.growing_key_text.append_ids(_row_of_ids(self.keys, span.sample, span.keys), start=0)
             return
-        if self.image is not None:
-            sample.growing_key_text.complete_text = self.image
         start = self.query_start
         origin = offset + (int(start[span.sample]) if isinstance(start, Tensor) else start)
         first, stop = max(-origin, 0), max(offset + span.keys[1] - origin, 0)

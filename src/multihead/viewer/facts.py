@@ -56,9 +56,9 @@ def lead_sentence(record: Record, profiles: Sequence[LayerProfile], tokens: int,
     if crossing and "encoder" in roles(record.layers, sample=sample):
         key = "lead two"
         values |= {"keys": f"{crossing[0].num_keys:,}", "queries": f"{crossing[0].num_queries:,}"}
-    elif (patches := record.layers[0].sample(sample).text.patches) is not None:
+    elif (boxes := record.layers[0].sample(sample).text.boxes) is not None and boxes.grid is not None:
         key = "lead image"
-        values |= {"rows": str(patches[0]), "columns": str(patches[1])}
+        values |= {"rows": str(boxes.grid[0]), "columns": str(boxes.grid[1])}
     elif texts > 1 and key == "lead":
         return text("viewer.lead text", lang, **values)
     found = text(f"viewer.{key}", lang, **values)

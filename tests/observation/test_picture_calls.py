@@ -1,0 +1,248 @@
+"""The tokens of pictures are named by their measured places, in every call that is observed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import multihead as mh
+from tests.picture_families import ENCODERS, LANGUAGE_MODELS, Family, random_pictures
+from tests.viewer.page import Page
+
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+DINO = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 24, "patch_size": 4}
+
+
+def observed(model: nn.Module, height: int = 8, width: int = 12, **arguments: Any) -> mh.Record:
+    with torch.no_grad(), mh.observe(model.eval()) as seen:
+        model(pixel_values=torch.randn(2, 3, height, width), **arguments)
+    return seen
+
+
+def vit(size: int | tuple[int, int] = (8, 12)) -> nn.Module:
+    return hf.ViTModel(hf.ViTConfig(**SIZES, image_size=size, patch_size=4))
+
+
+def grid(rows: int, columns: int) -> list[str]:
+    return [f"r{row} c{column}" for row in range(1, rows + 1) for column in range(1, columns + 1)]
+
+
+def loaded(seen: mh.Record, folder: Path) -> mh.Record:
+    seen.save(folder / "image.safetensors")
+    return mh.Record.load(folder / "image.safetensors")
+
+
+def test_an_image_is_its_class_token_and_its_patches_row_by_row(tmp_path: Path) -> None:
+    seen = observed(vit())
+    assert repr(seen) == "<Record of ViTModel: 1 layer, 2 heads, 2 images of 2 x 3 patches>"
+    for record in (seen, loaded(seen, tmp_path)):
+        assert len(record.texts) == 2
+        for text in record.texts:
+            assert text.tokens == ["[CLS]", *grid(2, 3)]
+            assert text.special == [True] + [False] * 6
+            assert text.gaps == [None, "\n", " ", " ", "\n", " ", " "]
+            assert text.boxes is not None
+            assert text.boxes.grid == (2, 3)
+            assert text.boxes[6].box == (8.0, 4.0, 12.0, 8.0)
+    page = Page(seen.report(tmp_path / "page.html").path)
+    assert page.data["lead"] == "2 attention heads, as they look at one image of 2 x 3 patches. This is number 1 of 2."
+
+
+def test_a_file_with_the_numbers_of_rows_and_columns_of_an_image_has_places(tmp_path: Path) -> None:
+    file = tmp_path / "image.safetensors"
+    loaded(observed(vit()), tmp_path)
+    with safe_open(file, "pt") as opened:
+        tensors, metadata = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    record = json.loads(metadata["record"])
+    for text in record["texts"]:
+        del text["boxes"]
+        text["patches"] = [2, 3]
+    save_file(tensors, file, {**metadata, "record": json.dumps(record)})
+    text = mh.Record.load(file).texts[0]
+    assert text.tokens == ["[CLS]", *grid(2, 3)]
+    assert text.boxes is not None
+    assert text.boxes.grid == (2, 3)
+    assert text.boxes[6] == (0, 0, 5, None, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "first"),
+    [
+        (hf.DeiTModel(hf.DeiTConfig(**SIZES, image_size=8, patch_size=4)), ["[CLS]", "[DIST]"]),
+        (
+            hf.Dinov2WithRegistersModel(
+                hf.Dinov2WithRegistersConfig(**{**DINO, "image_size": 8}, num_register_tokens=2)
+            ),
+            ["[CLS]", "[REG 1]", "[REG 2]"],
+        ),
+        (hf.CLIPVisionModel(hf.CLIPVisionConfig(**SIZES, image_size=8, patch_size=4)), ["[CLS]"]),
+        (hf.SiglipVisionModel(hf.SiglipVisionConfig(**SIZES, image_size=8, patch_size=4)), []),
+    ],
+    ids=["DeiT", "DINOv2 with registers", "CLIP", "SigLIP"],
+)
+def test_the_tokens_that_come_from_no_picture_are_named_by_parameters(model: nn.Module, first: list[str]) -> None:
+    text = observed(model, 8, 8)[0].sample().text
+    assert text.tokens == [*first, *grid(2, 2)]
+
+
+def pixtral(pixels: Tensor) -> dict[str, Any]:
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[16, 36]])}
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs", "first"),
+    [
+        (lambda: hf.Dinov2Model(hf.Dinov2Config(**DINO)), lambda x: {"pixel_values": x}, ["[CLS]"]),
+        (
+            lambda: hf.DINOv3ViTModel(hf.DINOv3ViTConfig(**SIZES, image_size=24, patch_size=4, num_register_tokens=1)),
+            lambda x: {"pixel_values": x},
+            ["[CLS]", "[REGISTER]"],
+        ),
+        (lambda: vit(24), lambda x: {"pixel_values": x, "interpolate_pos_encoding": True}, ["[CLS]"]),
+        (
+            lambda: hf.PixtralVisionModel(hf.PixtralVisionConfig(**SIZES, image_size=24, patch_size=4)),
+            pixtral,
+            [],
+        ),
+    ],
+    ids=["DINOv2", "DINOv3", "ViT", "Pixtral"],
+)
+def test_a_picture_of_another_size_than_the_configuration_has_its_own_rows_and_columns(
+    build: Callable[[], nn.Module], inputs: Callable[[Tensor], dict[str, Any]], first: list[str]
+) -> None:
+    model = build().eval()
+    with torch.no_grad(), mh.observe(model) as seen:
+        model(**inputs(torch.randn(1, 3, 16, 36)))
+    first = [each.replace("REGISTER", "REG") for each in first]
+    assert seen[0].sample().text.tokens == [*first, *grid(4, 9)]
+
+
+def test_the_patches_that_vit_mae_keeps_have_the_places_of_the_observed_call() -> None:
+    model = hf.ViTMAEModel(hf.ViTMAEConfig(**SIZES, image_size=8, patch_size=4, mask_ratio=0.5)).eval()
+    pixels, found = torch.zeros(1, 3, 8, 8), []
+    torch.manual_seed(3)
+    for patch in range(4):
+        row, column = divmod(patch, 2)
+        pixels[:, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] = patch + 1
+    model.embeddings.patch_embeddings.projection.register_forward_hook(lambda _, args, __: found.append(args[0]))
+    with torch.no_grad(), mh.observe(model) as seen:
+        kept = model(pixel_values=pixels).ids_restore[0]
+    expected = sorted(range(4), key=lambda patch: int(kept[patch]))[:2]
+    assert seen[0].sample().text.tokens == ["[CLS]", *(grid(2, 2)[patch] for patch in expected)]
+
+
+def test_windows_of_a_picture_are_named_in_the_order_of_the_layer() -> None:
+    config = hf.SwinConfig(image_size=16, patch_size=2, embed_dim=8, depths=(2, 1), num_heads=(2, 2), window_size=4)
+    with torch.no_grad(), mh.observe(model := hf.SwinModel(config).eval()) as seen:
+        model(pixel_values=torch.randn(2, 3, 16, 16))
+    straight, shifted, merged = (layer.sample(1).text.tokens for layer in seen.layers)
+    names = [[f"r{row} c{column}" for column in range(1, 9)] for row in range(1, 9)]
+    assert straight[:8] == [*names[0][:4], *names[1][:4]]
+    assert straight[16:20] == names[0][4:]
+    assert shifted[:4] == names[2][2:6]
+    assert merged == grid(4, 4)
+
+
+def test_of_a_model_of_texts_and_images_the_image_encoder_is_named_without_a_processor() -> None:
+    text = hf.CLIPTextConfig(**SIZES, vocab_size=20, max_position_embeddings=9)
+    vision = hf.CLIPVisionConfig(**SIZES, image_size=8, patch_size=4)
+    model = hf.CLIPModel(hf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=8))
+    seen = observed(model, 8, 8, input_ids=torch.randint(3, 9, (2, 5)))
+    of_layers = {layer.name.partition(".")[0]: layer.sample().text for layer in seen.layers}
+    assert of_layers["vision_model"].tokens == ["[CLS]", *grid(2, 2)]
+    assert of_layers["text_model"].boxes is None
+    assert of_layers["text_model"].length == 5
+    assert "2 texts of up to 5 tokens" in repr(seen)
+
+
+class Words:
+    """A tokenizer that names a token by its id."""
+
+    all_special_ids = (1, 2)
+
+    def convert_ids_to_tokens(self, ids: Any) -> Any:
+        return f"w{ids}" if isinstance(ids, int) else [f"w{each}" for each in ids]
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return " ".join(f"w{each}" for each in ([ids] if isinstance(ids, int) else ids))
+
+
+def family(name: str) -> Family:
+    torch.manual_seed(0)
+    return {**ENCODERS, **LANGUAGE_MODELS}[name]()
+
+
+def test_each_prompt_of_a_batch_has_its_own_picture_between_its_words(tmp_path: Path) -> None:
+    one = family("Qwen2-VL, a batch of two sizes")
+    with torch.no_grad(), mh.observe(one.model, processor=one.processor, tokenizer=Words()) as seen:
+        one.model(**one.process(random_pictures(one.sizes)))
+    for record in (seen, loaded(seen, tmp_path)):
+        last = record.layers[-1]
+        words = [last.sample(each).text.tokens for each in (0, 1)]
+        assert words[0][2:-2] == ["w52", *grid(3, 4), "w53"]
+        assert words[1][2:-2] == ["w52", *grid(5, 3), "w53"]
+        text = last.sample(1).text
+        assert text.boxes is not None
+        assert text.boxes[3].box == pytest.approx((0, 0, 28, 28), abs=0.5)  # of 84 x 140 pixels
+        assert text.special[:3] == [True, True, False]
+
+
+def test_the_prompt_of_a_generation_has_places_and_the_new_words_have_none() -> None:
+    one = family("LLaVA, two pictures")
+    images = random_pictures(one.sizes)
+    inputs = one.process(images)
+    with torch.no_grad(), mh.observe(one.model, processor=one.processor, images=images, tokenizer=Words()) as seen:
+        one.model.generate(**inputs, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    tower, last = seen.layers[0], seen.layers[-1]
+    assert [tower.sample(each).text.tokens for each in (0, 1)] == [["[CLS]", *grid(4, 4)]] * 2
+    text = last.sample().text
+    prompt = inputs["input_ids"].shape[1]
+    assert text.length == prompt + 2
+    assert text.boxes is not None
+    assert (text.boxes.picture[prompt:] < 0).all()
+    assert text.tokens[3:5] == ["picture 1 r1 c1", "picture 1 r1 c2"]
+    assert text.tokens[21:23] == ["picture 2 r1 c1", "picture 2 r1 c2"]
+
+
+def test_equal_shapes_with_another_text_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from multihead.observation import picture_calls
+
+    one, measured = family("PaliGemma"), []
+    measure = picture_calls.measure_places
+    monkeypatch.setattr(
+        picture_calls, "measure_places", lambda *given: measured.append(given[1]["input_ids"]) or measure(*given)
+    )
+    images = [random_pictures(one.sizes, seed) for seed in (0, 1, 2)]
+    with torch.no_grad(), mh.observe(one.model, processor=one.processor) as seen:
+        for number, each in enumerate(images):
+            inputs = one.process(each)
+            if number == 2:
+                inputs["input_ids"] = inputs["input_ids"].roll(1, 1)
+                inputs["token_type_ids"] = inputs["token_type_ids"].roll(1, 1)
+            one.model(**inputs)
+    assert len(measured) == 2
+    firsts = [int((seen.layers[-1].sample(each).text.boxes.picture >= 0).int().argmax()) for each in range(3)]
+    assert firsts == [3, 3, 4]
+
+
+def test_without_pictures_there_is_one_sentence_and_a_record() -> None:
+    one = family("LLaVA, two pictures")
+    inputs = one.process(random_pictures(one.sizes))
+    with pytest.warns(UserWarning, match="^Tokens of pictures have no places") as caught:  # noqa: SIM117
+        with torch.no_grad(), mh.observe(one.model, processor=one.processor) as seen:
+            one.model(**inputs)
+    assert str(caught[0].message) == (
+        "Tokens of pictures have no places. processor was given without images. Give the pictures that the processor "
+        "made the inputs from: images=."
+    )
+    assert seen.layers[0].sample().text.boxes is None
+    assert "preprocess" not in vars(one.processor)
