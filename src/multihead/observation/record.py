@@ -21,7 +21,7 @@ from multihead.locale.escaping import escape_controls
 from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import PROBES, statistic
 from multihead.probes.probe import Probe, Statistic
-from multihead.record import loading, merging, notebook, plots, saving
+from multihead.record import loading, merging, notebook, pictures, plots, saving
 from multihead.record.analysis.changes import (
     ChangedHead,
     ComparedKind,
@@ -621,6 +621,118 @@ class Record:
             )
         values = {each.number: summaries[each.number][layer] for each in having}
         return plots.plot_statistic(having, self.statistic(layer), values, ax=ax)
+
+    def image_weights(
+        self,
+        layer: int | str,
+        head: int | Literal["mean"],
+        query: int | str,
+        *,
+        sample: int = 0,
+        picture: int = 0,
+        view: int = 0,
+    ) -> Tensor:
+        """Return what a query reads of a picture: its weights as rows and columns, times an even spread.
+
+        1 is the weight that each key has if the query reads all keys that it may see alike. Weights show where a head
+        reads, not why the model answers as it does.
+
+        Args:
+            layer: the number or name of a layer, whose keys have places in pictures.
+            head: the index of a head, or "mean" for the mean weight over all heads.
+            query: the index of a query, or the name of its token, such as "[CLS]" or "r2 c5".
+            sample: which sample.
+            picture: which picture of the sample.
+            view: which view of the picture: of a picture in tiles 0 is the whole, and 1 the tiles.
+
+        Returns:
+            (rows, columns); NaN where the view has no key.
+
+        Raises:
+            ModelError: there is no such layer.
+            ArgumentError: there is no such head, query, sample, picture or view.
+            ProbeError: the tokens have no places in pictures or form no grid, or only statistics were kept.
+        """
+        return pictures.weights_in_picture(self[layer], head, query, sample=sample, picture=picture, view=view)
+
+    def image_received(
+        self, layer: int | str, head: int | Literal["mean"], *, sample: int = 0, picture: int = 0, view: int = 0
+    ) -> Tensor:
+        """Return what all queries together read of a picture, as rows and columns, times an even spread.
+
+        Patches that receive much from all queries are sinks: a head rests on them, whatever the picture shows there.
+        Arguments, errors and result are those of `image_weights`; memory is linear in the number of tokens.
+        """
+        return pictures.received_in_picture(self[layer], head, sample=sample, picture=picture, view=view)
+
+    def rollout(self, query: int | str, *, layer: int | str | None = None, sample: int = 0) -> Tensor:
+        """Follow a query down through all layers with the same tokens (attention rollout, arXiv:2005.00928).
+
+        Each layer is half the token itself and half the mean of its heads. Rollout ignores the values, so it does not
+        show what a head adds to a token. It takes one product of a row per layer, in memory linear in the tokens.
+
+        Args:
+            query: the index of a query of the last layer, or the name of its token.
+            layer: the number or name of the last layer; None takes the last layer of the record.
+            sample: which sample.
+
+        Returns:
+            (keys,) float64, the share of each token of the first layer.
+
+        Raises:
+            ModelError: there is no such layer.
+            ArgumentError: there is no such query or sample.
+            ProbeError: layers have the tokens in different orders, as windows do, or only statistics were kept.
+        """
+        if not self.layers:
+            raise ArgumentError("Nothing was recorded.", "Run the model in the context of observe first.")
+        last = self.layers[-1] if layer is None else self[layer]
+        return pictures.rollout(self.layers[: self.layers.index(last) + 1], query, sample=sample)
+
+    def plot_image(
+        self,
+        layer: int | str,
+        head: int | Literal["mean"],
+        query: int | str | None = None,
+        *,
+        image: Any = None,
+        sample: int = 0,
+        picture: int = 0,
+        view: int = 0,
+        ax: Any = None,
+    ) -> Any:
+        """Plot `image_weights` with matplotlib, or `image_received` without a query.
+
+        The scale is logarithmic, from 0.1 to 100 times an even spread, and the same for all plots.
+
+        Args:
+            layer: the number or name of a layer.
+            head: the index of a head, or "mean".
+            query: the index or name of a query; None for all queries together.
+            image: the picture, which is drawn in grey underneath; None draws the weights alone.
+            sample: which sample.
+            picture: which picture of the sample.
+            view: which view of the picture.
+            ax: the matplotlib axes to draw on; None makes new ones.
+
+        Returns:
+            the axes.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed; and the errors of `image_weights`.
+        """
+        chosen = self[layer]
+        one, which = chosen.sample(sample), {"sample": sample, "picture": picture, "view": view}
+        name = f"L{chosen.number} {'mean of heads' if head == 'mean' else f'H{head}'}"
+        if query is None:
+            weights, index, title = self.image_received(layer, head, **which), None, f"{name}, read by all queries"
+        else:
+            weights, index = self.image_weights(layer, head, query, **which), pictures.query_index(one, query)
+            tokens = one.query_text.tokens
+            title = f"{name} reads for {index if tokens is None else tokens[index]}"
+        return pictures.plot_picture(
+            weights, one, title=title, query=index, picture=picture, view=view, image=image, ax=ax
+        )
 
     def plot_grid(self, *, sample: int = 0) -> Any:
         """Plot a small map of every head with matplotlib, one row per layer.
