@@ -14,6 +14,7 @@ CHECKS := .venv/checks
 ALL_SETS := .venv/all-sets
 FAMILIES := .venv/families
 NODE_TOOLS := node_modules/.package-lock.json
+TRITON := .venv/triton
 
 # The kernel is compiled for the instruction sets that this CPU needs, until a target needs every set and the emulated
 # ones.
@@ -30,7 +31,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --m
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-long demo-census test fuzz browser pictures check docs bench bench-native families sanitize arm cuda mutants lowest canary wheel
+.PHONY: help demo demo-long demo-census test fuzz browser pictures check docs bench bench-native families sanitize arm cuda gpu-code gpu-compile mutants lowest canary wheel
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -135,6 +136,20 @@ endef
 # It uses the torch of $(PYTHON), and neither .venv nor the native library. PARTS=questions,contract runs these alone.
 cuda:  ## on a machine with a GPU: questions, compile, contract, fuzz, measure; SECONDS=150 for a shorter run
 	$(PYTHON) tools/cuda.py --out build/cuda --seconds $(or $(SECONDS),360) $(if $(PARTS),--parts $(PARTS))
+
+# Triton is in a folder of its own, which only these targets see. CASES=200 draws more cases.
+gpu-code: $(LIBRARY) $(TESTS) $(TRITON)/ready  ## the code for GPUs without one: launches counted, kernels interpreted, the table of compiled ones up to date
+	$(BIN)/python -m pytest tests/simulated_gpu/test_counts.py $(PARALLEL)
+	MULTIHEAD_GPU_CODE=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/gpu_code $(PARALLEL)
+
+# Each version of Triton is 1 GB; the tools that read the compiled code come with it.
+gpu-compile: $(LIBRARY) $(TRITON)/ready  ## compile the kernels for every GPU with the Triton of each supported torch; writes tools/on_gpu/compiled.json
+	$(BIN)/python -m tools.gpu_compile --install
+
+$(TRITON)/ready: pyproject.toml constraints.txt | $(TESTS)
+	@echo "Installing Triton in a folder of its own: 272 MB to download, 1.0 GB on the disk ..."
+	@$(PIP) --no-deps --upgrade --target $(TRITON) --group gpu-code
+	@touch $@
 
 wheel: $(TOOLS)  ## build the Linux wheel, check it, use it where there is no compiler and no source; writes dist/
 	@$(PIP) --group wheel

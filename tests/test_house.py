@@ -41,6 +41,8 @@ TARGETS = (
     "bench",
     "bench-native",
     "cuda",
+    "gpu-code",
+    "gpu-compile",
     "families",
     "sanitize",
     "arm",

@@ -37,6 +37,7 @@ from multihead.kernels.nonfinite import make_rows_nan, may_overflow, replace_non
 from multihead.kernels.quantised import Int8Scales
 from multihead.kernels.sequence_split import reject_split_sequence
 from multihead.kernels.slow_paths import warn_of_slow_path
+from multihead.kernels.triton.statistics import add_statistics
 from multihead.masks import Full, Mask
 from multihead.masks.base import check_is_mask
 from multihead.masks.positions import CallSize
@@ -311,9 +312,9 @@ def measure_request(
     if first is None:
         known = _check_or_compute_logsumexp(request, None, None) if logsumexp is None else logsumexp
         first = measuring.FirstPassResult(known, {}, all_rows_regular=False)
-    known, parts, all_rows_regular = first
+    known, parts, all_rows_regular, statistics = first
     return measuring.complete_statistics(
-        request, known, probes, context, parts=parts, all_rows_regular=all_rows_regular
+        request, known, probes, context, parts=parts, all_rows_regular=all_rows_regular, statistics=statistics
     )
 
 
@@ -482,7 +483,8 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
         output, factors = head_changes.change_output(request, attended.output)
         attended = replace(attended, output=output, head_factors=factors)
     if receivers:
-        publish(AttentionCall(request.with_dequantised_keys(), attended), receivers)
+        request = request.with_dequantised_keys()
+        publish(AttentionCall(request, add_statistics(request, bounds, attended)), receivers)
     return attended
 
 

@@ -156,6 +156,13 @@ def layer_calls() -> dict[str, tuple[Callable[..., Callable[[], object]], int, s
         "a layer used, padded": (used, 2, "right"),
         "a layer used, padded on the left": (used, 2, "left"),
         "a layer used, with a cache": (used_with_cache, 2, None),
+        **observed_layer_calls(),
+    }
+
+
+def observed_layer_calls() -> dict[str, tuple[Callable[..., Callable[[], object]], int, str | None]]:
+    """Return observed layers, as `layer_calls` does."""
+    return {
         "a layer observed, 1 sample": (observed, 1, None),
         "a layer observed, 8 samples": (observed, 8, None),
     }
@@ -199,6 +206,11 @@ def measure_all() -> dict[str, dict[str, int]]:
             found[name] = count(call)
         for name, (make, samples, side) in layer_calls().items():
             found[name] = count_layer(make, samples, side)
+        with mock.patch.dict(os.environ, {UNPROVEN_VARIABLE: "statistics"}):
+            for name, call in statistics_calls().items():
+                found[f"kernels: {name}"] = count(call)
+            for name, (make, samples, side) in observed_layer_calls().items():
+                found[f"kernels: {name}"] = count_layer(make, samples, side)
         with mock.patch.dict(os.environ, {UNPROVEN_VARIABLE: "ragged"}):
             for name, call in ragged_calls().items():
                 found[f"ragged: {name}"] = count_all(call)

@@ -32,8 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import multihead
 from multihead.kernels import choose, flex, fused_on_cuda, ragged
 from multihead.kernels.plan import bounds
+from multihead.kernels.triton import launch
 from multihead.tensors import tracing
-from tests.simulated_gpu import operators
+from tests.simulated_gpu import operators, statistics_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 # Operators that launch nothing: views, and memory that is allocated and not written.
@@ -280,6 +281,9 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
     yield mock.patch.object(flex, "_is_triton_missing", return_value=False)
     yield mock.patch.object(flex, "_run_compiled_flex_attention", _run_flex)
     yield mock.patch.object(fused_on_cuda, "scaled_dot_product_attention", _run_sdpa)
+    yield mock.patch.object(launch, "is_triton_missing", return_value=False)
+    yield mock.patch.object(launch, "_kernels", return_value=_KERNELS_OF_TRITON)
+    yield mock.patch.object(launch, "_failures", [])
     plans = bounds.PlanCache(bounds.CACHE_BYTES)
     yield mock.patch.object(choose, "PLAN_CACHE", bounds.PlanCache(bounds.CACHE_BYTES))
     for module in (choose, bounds):
@@ -372,6 +376,30 @@ def _run_sdpa(
     assert chosen == operators.EFFICIENT
     given = (q, k, v, None, with_logsumexp, dropout, causal)
     return aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]
+
+
+class _TritonKernel:
+    """A kernel of Triton: `kernel[programs](**arguments)` runs what stands in for it, and is one launch."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return partial(self._launch, *grid)
+
+    def _launch(self, programs: int, num_warps: int, num_stages: int, **given: Any) -> None:
+        assert min(num_warps, num_stages) > 0
+        assert all(each.device == CUDA for each in given.values() if isinstance(each, Tensor))
+        _gpu().counts.launches[self.name] += 1
+        run_kernel(self.name, programs, {name: to_cpu(each) for name, each in given.items()})
+
+
+_KERNELS_OF_TRITON = {name: _TritonKernel(name) for name in statistics_kernels.KERNELS}
+
+
+def run_kernel(name: str, programs: int, given: dict[str, Any]) -> None:
+    """Run what stands in for a kernel of Triton, on tensors of the CPU; `tests/gpu_code/` runs the kernel itself."""
+    statistics_kernels.KERNELS[name](programs, given)
 
 
 def skip_where_not_simulated(*, module: bool = False) -> None:

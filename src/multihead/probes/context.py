@@ -48,6 +48,16 @@ class ProbeContext:
     map_pool: PoolOperation = "mean"
 
 
+def keys_of_set(context: ProbeContext, name: str, tokens: frozenset[int] | None, device: torch.device) -> Tensor:
+    """Return which keys are in a set, (batch, keys) bool, from the context or by token ids."""
+    if name == "special" and context.special_keys is not None:
+        return context.special_keys.to(device)
+    if tokens is None or context.ids is None or name in context.sets:
+        return context.sets[name].to(device)
+    ids = context.ids.to(device)
+    return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=device))
+
+
 def check_context_fits(context: ProbeContext, shape: AttentionShape) -> None:
     """Check the inputs in a context against the shape of a call.
 

@@ -114,16 +114,6 @@ class MeasuredCall:
             return self.first_keys[:, None]
         return first_key_of_texts(self.request, self.bounds).expand(self.request.shape.batch, -1)
 
-    def keys_of_set(self, name: str, tokens: frozenset[int] | None) -> Tensor:
-        """Return which keys are in a set, (batch, keys) bool, from the context or by token ids."""
-        device = self.request.shape.device
-        if name == "special" and self.context.special_keys is not None:
-            return self.context.special_keys.to(device)
-        if tokens is None or self.context.ids is None or name in self.context.sets:
-            return self.context.sets[name].to(device)
-        ids = self.context.ids.to(device)
-        return torch.isin(ids, torch.tensor(sorted(tokens), dtype=ids.dtype, device=device))
-
     def visible_at_keys(self, keys: Tensor) -> Tensor:
         """Return which of n keys per query are visible.
 

@@ -16,6 +16,11 @@ MAX_INTERVALS_AT_ONCE = 1 << 22  # queries x column blocks per step if cells are
 ROWS_PER_STEP = 256  # queries per step if visible (query, key) cells are counted one by one
 
 
+def cell_of_map(queries: int, keys: int, size: int) -> tuple[int, int]:
+    """Return the queries and keys of a cell of a map of at most size x size cells."""
+    return max(1, -(-queries // size)), max(1, -(-keys // size))
+
+
 @dataclass(frozen=True, eq=False)
 class PooledMap:
     """Sums, counts and largest weights of the blocks of an attention map, filled tile by tile.
@@ -37,7 +42,7 @@ class PooledMap:
     @staticmethod
     def zero(heads: int, queries: int, keys: int, *, size: int, device: torch.device) -> PooledMap:
         """Create an empty map of at most size x size blocks, all of equal size except the last ones."""
-        row_block, column_block = max(1, -(-queries // size)), max(1, -(-keys // size))
+        row_block, column_block = cell_of_map(queries, keys, size)
         rows, columns = -(-queries // row_block), -(-keys // column_block)
         sums = torch.zeros(heads, rows, columns, dtype=torch.float64, device=device)
         return PooledMap(sums, torch.zeros_like(sums), torch.full_like(sums, -torch.inf), row_block, column_block)

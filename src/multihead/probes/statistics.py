@@ -36,9 +36,9 @@ from multihead.kernels.parts import (
     set_empty_and_bad_queries,
 )
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.probes import from_native, lookups, repeats, weighted_values
+from multihead.probes import from_gpu, from_native, lookups, repeats, weighted_values
 from multihead.probes.catalogue import DEFAULT, PROBES
-from multihead.probes.context import ProbeContext, check_context_fits, check_output_weight_fits
+from multihead.probes.context import ProbeContext, check_context_fits, check_output_weight_fits, keys_of_set
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import PartValues, Probe
 from multihead.probes.streaming import STREAMED_PARTS, measure_in_tiles
@@ -165,11 +165,13 @@ class FirstPassResult(NamedTuple):
         logsumexp: (batch, heads, queries), nats.
         parts: the measured parts; empty if the scores are so large that parts must be measured in float64.
         all_rows_regular: True only if every query is known to see a key and no NaN, and every logsumexp is small.
+        statistics: name of a probe -> its values, where the kernel itself computed the statistic.
     """
 
     logsumexp: Tensor
     parts: PartValues
     all_rows_regular: bool
+    statistics: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def run_first_pass(
@@ -179,10 +181,10 @@ def run_first_pass(
     *,
     has_values: bool = False,
 ) -> FirstPassResult | None:
-    """Compute the logsumexp of a call, and the parts of probes that the native kernel measures in the same pass.
+    """Compute the logsumexp of a call, and the parts of probes that a kernel measures in the same pass.
 
-    The pass does not multiply values, so it is faster than the call. The parts that the native kernel does not measure
-    need the logsumexp, and are measured in a later pass.
+    The pass does not multiply values, so it is faster than the call. The parts that the kernel does not measure need
+    the logsumexp, and are measured in a later pass.
 
     Args:
         request: the call; no gradients are computed.
@@ -191,10 +193,19 @@ def run_first_pass(
         has_values: whether `request.v` has values; False if it has the keys instead.
 
     Returns:
-        the results; None if the native kernel does not support the call, or a value is not finite, because queries that
-        see it are NaN.
+        the results; None if no kernel supports the call, or a value is not finite, because queries that see it are NaN.
     """
     bounds = bounds_of(request)
+    if not has_values and from_gpu.supports_call(request):
+        probes = tuple(probes)
+        per_query = parts_of_probes(probe for probe in probes if probe.axes == "queries")
+        sets = _key_sets_of_parts(request, context, probes)
+        measured = from_gpu.measure(request, bounds, per_query, context, probes=probes, key_sets=sets)
+        return (
+            None
+            if measured is None
+            else FirstPassResult(*measured[:2], all_rows_regular=False, statistics=measured.statistics)
+        )
     if not from_native.supports_call(request, bounds) or (has_values and not bool(request.v.detach().sum().isfinite())):
         return None
     logsumexp, parts = from_native.run_first_pass(request, bounds, parts_of_probes(probes), context)
@@ -227,6 +238,7 @@ def complete_statistics(
     parts: PartValues = MappingProxyType({}),
     all_rows_regular: bool = False,
     result: AttentionResult | None = None,
+    statistics: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Compute statistics from the parts that a kernel measured; measure missing parts without storing queries x keys.
 
@@ -238,6 +250,7 @@ def complete_statistics(
         parts: parts that a kernel has measured, whose tokens are numbered from the first key of the call.
         all_rows_regular: as in `statistic_from_parts`.
         result: the result of the call; None if unknown.
+        statistics: name of a probe -> its values, where a kernel has computed the statistic itself.
 
     Returns:
         name -> tensor (batch, heads, ...). A query with NaN has the statistic NaN (-1 for `largest_key`), and adds 0 to
@@ -247,7 +260,9 @@ def complete_statistics(
     ready: dict[str, Tensor] = {}
     for probe in probes:
         part = probe.only_part
-        if part is None:
+        if probe.name in statistics:
+            ready[probe.name] = statistics[probe.name]
+        elif part is None:
             if probe.parts <= parts.keys():
                 ready[probe.name] = statistic_from_parts(probe, parts, logsumexp, all_rows_regular=all_rows_regular)
         elif part in parts:
@@ -256,11 +271,20 @@ def complete_statistics(
         return ready
     left = [probe for probe in probes if probe.name not in ready]
     with torch.no_grad(), without_autocast(request.shape.device):
-        call = MeasuredCall.from_request(request, logsumexp, context, result=result)
         requested_parts = parts_of_probes(left)
         all_parts = {part: parts[part] for part in requested_parts & parts.keys()}
-        sets = _key_sets_of_parts(call, left)
-        all_parts |= measure_parts(call, requested_parts - all_parts.keys(), sets, known=parts)
+        sets = _key_sets_of_parts(request, context, left)
+        missing = requested_parts - all_parts.keys()
+        if from_gpu.supports_call(request):
+            measured = from_gpu.measure(
+                request, bounds_of(request), missing, context, logsumexp=logsumexp, key_sets=sets
+            )
+            if measured is not None:
+                all_parts |= number_in_text(measured.parts, context.key_start, logsumexp)
+                missing -= all_parts.keys()
+        if missing:
+            call = MeasuredCall.from_request(request, logsumexp, context, result=result)
+            all_parts |= measure_parts(call, missing, sets, known={**parts, **all_parts})
         empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
         for probe in left:
             value = _apply_probe(probe, all_parts)
@@ -380,7 +404,9 @@ def _look_up_parts(call: MeasuredCall, parts: Collection[PartName], known: PartV
                 found[part] = lookups.weight_on_first_keys(call, count)
             case "first_special_mass":
                 first = known.get(FIRST_KEY_WEIGHT)
-                found[part] = lookups.weight_on_first_key_in_set(call, call.keys_of_set("special", None), first)
+                found[part] = lookups.weight_on_first_key_in_set(
+                    call, keys_of_set(call.context, "special", None, call.logsumexp.device), first
+                )
             case "sink_mass" if call.request.sinks is not None:
                 found[part] = sink_mass(call.logsumexp_of_full_scores, call.request.sinks)
             case "logsumexp":
@@ -398,7 +424,9 @@ def sink_mass(logsumexp: Tensor, sinks: Tensor) -> Tensor:
     return weights.masked_fill_(logsumexp == -torch.inf, 0)
 
 
-def _key_sets_of_parts(call: MeasuredCall, probes: Sequence[Probe]) -> dict[PartName, Tensor]:
+def _key_sets_of_parts(
+    request: AttentionRequest, context: ProbeContext, probes: Sequence[Probe]
+) -> dict[PartName, Tensor]:
     """Return the set of keys of each `tokens_mass` part: part -> (batch, keys) bool.
 
     Raises:
@@ -413,7 +441,7 @@ def _key_sets_of_parts(call: MeasuredCall, probes: Sequence[Probe]) -> dict[Part
                     if name != "special" and tokens.setdefault(name, probe.tokens) != probe.tokens:
                         raise ProbeError(f"Two sets of tokens are called {name!r}.", "Give one of them another name.")
                     if part not in found:
-                        found[part] = call.keys_of_set(name, probe.tokens)
+                        found[part] = keys_of_set(context, name, probe.tokens, request.shape.device)
     return found
 
 
@@ -458,17 +486,20 @@ def measure_token_parts(
         special_keys: (batch, keys) bool, True = special; None if unknown.
 
     Returns:
-        the parts, (batch, heads, queries) each; None if `parts` has other parts, or the native kernel does not support
-        the call.
+        the parts, (batch, heads, queries) each; None if `parts` has other parts, or no kernel measures the call.
     """
     request, logsumexp = call.request, call.result.logsumexp.detach()
     needs = {need for part in parts for need in part_named(part).needs}
     if parts - _TOKEN_PARTS or ("special_keys" in needs and special_keys is None):
         return None
-    measured = MeasuredCall.from_request(request, logsumexp, ProbeContext(special_keys=special_keys))
+    context = ProbeContext(special_keys=special_keys)
+    sets = {} if special_keys is None else {SPECIAL_MASS.name: special_keys.to(request.shape.device)}
+    if from_gpu.supports_call(request):
+        on_gpu = from_gpu.measure(request, bounds_of(request), parts, context, logsumexp=logsumexp, key_sets=sets)
+        return None if on_gpu is None or parts - on_gpu.parts.keys() else on_gpu.parts
+    measured = MeasuredCall.from_request(request, logsumexp, context)
     if not from_native.supports_call(measured.request, measured.bounds):
         return None
-    sets = {} if special_keys is None else {SPECIAL_MASS.name: special_keys}
     found = measure_parts(measured, parts, sets, known=call.result.statistics)
     # Queries without keys or with NaN are set as the kernel sets them in the parts that it measures.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()

@@ -1,0 +1,1 @@
+"""Code that Triton compiles for a GPU; importing a module of this package needs Triton."""

@@ -1,0 +1,152 @@
+"""Statistics on the simulated GPU by the interpreted Triton kernels, compared with dense attention in float64.
+
+CASES=200 draws more cases. Values in half precision are upcast, because the interpreter computes with them otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import Phase, given, note, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import multihead as mh
+from multihead import masks
+from multihead.kernels.proven import UNPROVEN_VARIABLE
+from multihead.probes import ProbeContext, first_keys_mass, offset_mass
+from tests import drawing, oracle
+from tests.gpu_code.interpreter import interpreted_gpu
+from tests.simulated_gpu.device import Gpu, to_cpu, to_gpu
+
+CASES = int(os.environ.get("CASES", "24"))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PER_QUERY = ("entropy", "effective_keys", "mean_distance", "distance_spread", "self_mass", "previous_mass", "next_mass")
+PER_QUERY += ("near_mass", "first_mass", "largest_weight", "largest_key", "largest_score")
+SUMS = ("received", "pooled_map")
+DISTANCES = ("mean_distance", "distance_spread")
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Gpu]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(UNPROVEN_VARIABLE, "statistics")
+        with interpreted_gpu() as gpu, torch.no_grad():
+            yield gpu
+
+
+def upcast(tensor: Tensor) -> Tensor:
+    """The values in float32, with the same strides."""
+    return torch.empty_strided(tensor.size(), tensor.stride()).copy_(tensor)
+
+
+def options_on_gpu(options: dict[str, object]) -> dict[str, object]:
+    return {name: to_gpu(each.float()) if isinstance(each, Tensor) else each for name, each in options.items()}
+
+
+def compare(name: str, got: Tensor, exact: Tensor, rounding: float) -> None:
+    """Numbers are near the exact ones, and NaN where they are."""
+    assert got.shape == exact.shape, name
+    assert torch.equal(got.isnan(), exact.isnan()), name
+    size = torch.ones_like(exact)
+    if name in DISTANCES:
+        size = size * 10  # of about a hundred tokens
+    if name in ("effective_keys", "largest_score", "received"):
+        size = exact.abs().clamp(min=1)
+    error = ((got.double() - exact) / size).masked_fill(got == exact, 0).nan_to_num(0)
+    assert float(error.abs().max() if error.numel() else 0) <= rounding, name
+
+
+@settings(max_examples=CASES, phases=[Phase.explicit, Phase.generate], deadline=None)
+@given(
+    case=drawing.calls(longest=96, dtypes=DTYPES),
+    spoiled=st.integers(0, 3),
+    sharp=st.integers(0, 3),
+    pool=st.sampled_from(("mean", "max")),
+    size=st.sampled_from((1, 3, 8)),
+)
+def test_every_statistic_is_that_of_dense_attention(
+    gpu: Gpu, case: drawing.Drawn, spoiled: int, sharp: int, pool: str, size: int
+) -> None:
+    q, k = upcast(case.q), upcast(case.k)
+    if sharp == 0:
+        q *= 30
+    if spoiled == 0:
+        q[:, 0, 0] = torch.nan
+        k[:, -1, k.shape[2] // 2, 0] = torch.nan
+    note(f"{case.mask} {case.size} {case.query_start} {list(case.options)} spoiled {spoiled} sharp {sharp}")
+    options = {name: each.double() if isinstance(each, Tensor) else each for name, each in case.options.items()}
+    seen = oracle.shown(case.mask, case.size.cells, case.query_start)
+    dense = oracle.attend(q.double(), k.double(), k.double(), seen, **options)
+    if "bias" in options:
+        seen = seen & (options["bias"] != -torch.inf)
+    start = oracle.positions_of_first(case.query_start, case.size.batch, case.size.queries, case.size.keys)
+    bad = dense.logsumexp.isnan()
+    weights = dense.weights.masked_fill(bad[..., None], 0)
+    special = torch.arange(case.size.keys).remainder(5).eq(2).expand(case.size.batch, -1)
+    exact = oracle.statistics(weights, seen, start=start, special_keys=special, mask=case.mask, map_size=size)
+    if pool == "max":
+        exact["pooled_map"] = largest_of_cells(weights, seen, size)
+    exact["largest_score"] = dense.scores.amax(-1)
+    place = torch.arange(case.size.keys) - torch.tensor(start).view(-1, 1, 1, 1)
+    place = place - torch.arange(case.size.queries)[:, None]
+    exact["offset_minus_5_mass"] = (weights * (place == -5)).sum(-1)
+    names = [*PER_QUERY, "special_mass", offset_mass(-5), *SUMS]
+    if "sinks" in options:
+        names.append("sink_mass")
+        exact["sink_mass"] = (options["sinks"][:, None] - dense.logsumexp).exp().masked_fill(~seen.any(-1), 0)
+    context = ProbeContext(special_keys=to_gpu(special), map_size=size, map_pool=pool)
+    start_on_gpu = to_gpu(case.query_start)
+    given = {"mask": case.mask, "query_start": start_on_gpu, "probes": names, "context": context}
+    if spoiled % 2:
+        given["logsumexp"] = to_gpu(dense.logsumexp.float())
+    gpu.counts.launches.clear()
+    found = mh.statistics(to_gpu(q), to_gpu(k), **given, **options_on_gpu(case.options))
+    blocks = gpu.counts.launches["measure_queries"]
+    assert blocks >= 1
+    assert gpu.counts.launches["sum_keys"] == blocks
+    rounding = 1e-4 if sharp == 0 or case.options.get("scale") == 1.0 else 1e-5
+    for name, value in found.items():
+        got = to_cpu(value)
+        right = exact[name]
+        if name == "largest_key":
+            right = right.masked_fill(bad, -1)
+            at_key = weights.gather(-1, got.clamp(min=0)[..., None])[..., 0]
+            assert torch.equal(got < 0, right < 0)
+            assert float((weights.amax(-1) - at_key).max()) <= rounding, name
+        elif name in SUMS:
+            compare(name, got, right, rounding)
+        else:
+            compare(name, got, right.masked_fill(bad, torch.nan), rounding)
+
+
+def largest_of_cells(p: Tensor, seen: Tensor, size: int) -> Tensor:
+    """The largest weight of each cell of a map, NaN where no key is visible."""
+    height, width = (-(-n // size) for n in p.shape[-2:])
+    p = p.masked_fill(~seen, -1)
+    rows = torch.stack([part.amax(-2) for part in p.split(height, -2)], -2)
+    cells = torch.stack([part.amax(-1) for part in rows.split(width, -1)], -1)
+    return cells.masked_fill(cells < 0, torch.nan)
+
+
+def test_distances_are_exact_far_from_the_keys_and_for_wide_heads(gpu: Gpu) -> None:
+    q, k = torch.randn(1, 2, 20, 80) * 3, torch.randn(1, 1, 70, 80)
+    given = {"query_start": 1_000_003, "probes": DISTANCES}
+    found = mh.statistics(to_gpu(q), to_gpu(k), **given)
+    exact = mh.statistics(q.double(), k.double(), **given)
+    assert float((to_cpu(found["mean_distance"]).double() - exact["mean_distance"]).abs().max()) <= 0.04  # half a digit
+    assert float((to_cpu(found["distance_spread"]).double() - exact["distance_spread"]).abs().max()) <= 1e-4
+
+
+def test_first_keys_of_packed_texts_and_sets_of_tokens(gpu: Gpu) -> None:
+    q, k, ids = torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 16), torch.arange(100).view(2, 50) % 7
+    mask = masks.Documents((20, 3, 27)) & masks.Causal()
+    sets = [mh.probes.tokens_mass(f"of_{n}", ids=(n, n + 1)) for n in range(6)]
+    names = [first_keys_mass(4), "first_mass", *sets]
+    found = mh.statistics(to_gpu(q), to_gpu(k), mask=mask, probes=names, context=ProbeContext(ids=to_gpu(ids)))
+    exact = mh.statistics(q.double(), k.double(), mask=mask, probes=names, context=ProbeContext(ids=ids))
+    for name, value in exact.items():
+        compare(name, to_cpu(found[name]), value, 1e-5)
