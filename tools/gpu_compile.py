@@ -165,7 +165,7 @@ def compile_kind(kind: Kind, target: int | str, folder: Path) -> dict[str, Any]:
             values[names.index(name),] = 1
     source = ASTSource(kernel, signature, values, aligned)
     given = GPUTarget("cuda", target, 32) if isinstance(target, int) else GPUTarget("hip", target, 64)
-    options = {"num_warps": kind.tile.warps, "num_stages": kind.tile.stages}
+    options = {"num_warps": kind.tile.warps, "num_stages": kind.tile.stages, "enable_fp_fusion": True}
     try:
         compiled = triton.compile(source, target=given, options=options)
     except Exception as error:  # noqa: BLE001 - a compiler raises errors of many classes

@@ -8,9 +8,9 @@ with no kernel of this library.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,14 +19,42 @@ from torch import Tensor
 from multihead import masks
 from multihead.functional import attention_with_logsumexp, request_of
 from multihead.kernels.choose import KERNELS
+from multihead.kernels.parts import (
+    DISTANCE_SPREAD,
+    ENTROPY,
+    LARGEST_KEY,
+    LARGEST_WEIGHT,
+    LOGSUMEXP,
+    MEAN_DISTANCE,
+    NEAR_MASS,
+    NEAR_REACH,
+    OFFSET_MASS,
+    POOLED_MAP,
+    RECEIVED,
+    PartName,
+)
 from multihead.kernels.plan.bounds import bounds_of
+from multihead.kernels.proven import GpuPath
+from multihead.kernels.triton import launch
+from multihead.kernels.triton import statistics as on_gpu_statistics
 from multihead.masks.base import Mask
 from multihead.masks.positions import TilePositions
 from multihead.scores.bias import RelativeBias
 
 # Largest error per dtype of outputs and gradients of about 1: several roundings of the dtype.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+STATISTICS_TOLERANCE = 1e-4
 BATCH, HEADS = 2, 4
+CELL_OF_MAP = (50, 60)  # queries and keys
+STATISTICS = launch.GPU_PATH.name
+_MEASURED: tuple[PartName, ...] = (
+    ENTROPY.name,
+    MEAN_DISTANCE.name,
+    DISTANCE_SPREAD.name,
+    LARGEST_WEIGHT.name,
+    NEAR_MASS.name,
+    *(OFFSET_MASS(each).name for each in (0, -1, 1)),
+)
 
 
 class ContractError(AssertionError):
@@ -102,14 +130,24 @@ def kernels_on(device: torch.device) -> tuple[str, ...]:
     """Return the names of the kernels that compute some call of the contract on a device.
 
     The reference kernel is left out: it is the definition in single precision, and the last resort on every device.
+    The kernels that measure statistics on a GPU are one of the names.
     """
-    return tuple(name for name in KERNELS if name != "reference" and any(accepts(name, call, device) for call in CALLS))
+    names = [name for name in KERNELS if name != "reference"] + [STATISTICS]
+    return tuple(name for name in names if any(accepts(name, call, device) for call in CALLS))
+
+
+def path_of(kernel: str) -> GpuPath | None:
+    """Return the code that decides what a kernel does on a GPU, or None if it does not run there."""
+    return launch.GPU_PATH if kernel == STATISTICS else KERNELS[kernel].GPU_PATH
 
 
 def accepts(kernel: str, call: Call, device: torch.device) -> bool:
     """Whether a kernel computes a call on a device; if it refuses, another kernel computes the call."""
     (q, k, v), options = arguments(call, device)
     request = request_of(q, k, v, **options)
+    if kernel == STATISTICS:
+        on_gpu = device.type == "cuda" and launch.reason_of_device(device) is None
+        return on_gpu and on_gpu_statistics.reason_against_call(request) is None
     return KERNELS[kernel].refusal(request, bounds_of(request)) is None
 
 
@@ -120,6 +158,8 @@ def check(kernel: str, call: Call, device: torch.device) -> float:
         ContractError: a result is off by more than the tolerance of the dtype, or NaN where it must not be.
         RuntimeError: the second call of its kind makes the host wait for a value of the GPU.
     """
+    if kernel == STATISTICS:
+        return _check_statistics(call, device)
     given, options = arguments(call, device)
     attention_with_logsumexp(*given, kernel=kernel, **options)  # compiles, plans and caches
     with _waiting_is_an_error(device):
@@ -143,13 +183,72 @@ def check(kernel: str, call: Call, device: torch.device) -> float:
         results |= {
             f"gradient of {name}": pair for name, pair in zip("qkv", zip(grads, exact, strict=True), strict=True)
         }
-    tolerance, worst = TOLERANCES[call.dtype], 0.0
+    return _compare(call, results, TOLERANCES[call.dtype])
+
+
+def _compare(call: Call, results: Mapping[Any, tuple[Tensor, Tensor]], tolerance: float) -> float:
+    """Return the largest error of results, name -> (value, right value), divided by the tolerance."""
+    worst = 0.0
     for name, (value, right) in results.items():
         error = _largest_error(value.detach().cpu().double(), right.detach())
         if not error <= tolerance:
             raise ContractError(f"{call}: the {name} is {error:.1e} off, and the tolerance is {tolerance:.0e}.")
         worst = max(worst, error / tolerance)
     return worst
+
+
+def measure_statistics(call: Call, device: torch.device) -> dict[PartName, Tensor]:
+    """Measure the parts of a call on a GPU, with its logsumexp computed in the same launch.
+
+    Raises:
+        ContractError: a kernel does not compile or launch.
+    """
+    given, options = arguments(replace(call, trains=False), device)
+    request = request_of(*given, **options)
+    bounds = bounds_of(request)
+    measured = on_gpu_statistics.measure_in_one_pass(request, bounds, (*_MEASURED, LARGEST_KEY.name, LOGSUMEXP.name))
+    if measured is not None:
+        sums = on_gpu_statistics.sum_weights_per_key(request, bounds, measured.logsumexp, cell=CELL_OF_MAP)
+        if sums is not None and sums[1] is not None:
+            found = measured.parts((*_MEASURED, LARGEST_KEY.name, LOGSUMEXP.name))
+            return {**found, RECEIVED.name: sums[0], POOLED_MAP.name: sums[1]}
+    raise ContractError(f"{call}: a kernel does not compile or launch.")
+
+
+def _check_statistics(call: Call, device: torch.device) -> float:
+    """Compare statistics with those of dense weights in float64; return the largest error, 0 to 1 of the tolerance."""
+    measure_statistics(call, device)  # compiles, plans and caches
+    with _waiting_is_an_error(device):
+        found = measure_statistics(call, device)
+    _, weights, logsumexp = _weigh_densely(replace(call, trains=False))
+    visible = _visible(call)
+    position = torch.arange(call.queries)[:, None] + call.keys - call.queries
+    offset = torch.arange(call.keys) - position  # (queries, keys)
+    distance = offset.abs().double()
+    mass = weights.sum(-1, keepdim=True)
+    share = weights / mass.masked_fill(mass == 0, 1.0)
+    mean = (share * distance).sum(-1)
+    exact: dict[PartName, Tensor] = {
+        ENTROPY.name: -torch.xlogy(weights, weights).sum(-1),
+        MEAN_DISTANCE.name: mean,
+        DISTANCE_SPREAD.name: (share * (distance - mean[..., None]).square()).sum(-1).sqrt(),
+        LARGEST_WEIGHT.name: weights.amax(-1),
+        NEAR_MASS.name: (weights * (distance <= NEAR_REACH)).sum(-1),
+        LOGSUMEXP.name: logsumexp,
+        RECEIVED.name: weights.sum(-2),
+        POOLED_MAP.name: _sum_cells(weights) / _sum_cells(visible.double()),
+    }
+    exact |= {OFFSET_MASS(each).name: (weights * (offset == each)).sum(-1) for each in (0, -1, 1)}
+    key = found[LARGEST_KEY.name].cpu()
+    at_key = weights.gather(-1, key.clamp(min=0)[..., None])[..., 0].masked_fill(key < 0, 0.0)
+    results = {name: (found[name], right) for name, right in exact.items()}
+    return _compare(call, {**results, LARGEST_KEY.name: (at_key, weights.amax(-1))}, STATISTICS_TOLERANCE)
+
+
+def _sum_cells(values: Tensor) -> Tensor:
+    """Sum (batch, heads, queries, keys) over the cells of a map."""
+    rows = [part.sum(-2) for part in values.split(CELL_OF_MAP[0], -2)]
+    return torch.stack([part.sum(-1) for part in torch.stack(rows, -2).split(CELL_OF_MAP[1], -1)], -1)
 
 
 @dataclass(frozen=True)
@@ -256,12 +355,19 @@ def _visible(call: Call) -> Tensor:
 
 
 def _attend_densely(call: Call) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Compute a call on the CPU in float64: the leaves (q, k, v), the output and the logsumexp.
+    """Compute a call on the CPU in float64: the leaves (q, k, v), the output p v and the logsumexp."""
+    leaves, weights, logsumexp = _weigh_densely(call)
+    v = leaves[2].repeat_interleave(HEADS // call.kv_heads, 1)
+    return leaves, weights @ v, logsumexp
 
-    p = softmax(softcap(q k^T / sqrt(head_dim)) + bias) over visible keys and the sink; output = p v.
+
+def _weigh_densely(call: Call) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """Compute the weights of a call on the CPU in float64: the leaves (q, k, v), the weights and the logsumexp.
+
+    p = softmax(softcap(q k^T / sqrt(head_dim)) + bias) over visible keys and the sink; (batch, heads, queries, keys).
     """
     leaves = tuple(each.double().requires_grad_(call.trains) for each in _qkv(call))
-    q, k, v = leaves[0], *(each.repeat_interleave(HEADS // call.kv_heads, 1) for each in leaves[1:])
+    q, k = leaves[0], leaves[1].repeat_interleave(HEADS // call.kv_heads, 1)
     scores = q @ k.mT * call.head_dim**-0.5  # (batch, heads, queries, keys)
     if call.softcap is not None:
         scores = call.softcap * (scores / call.softcap).tanh()
@@ -279,5 +385,5 @@ def _attend_densely(call: Call) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
         logsumexp = torch.cat((scores, sink), -1).logsumexp(-1)
     else:
         logsumexp = scores.logsumexp(-1)
-    output = ((scores - logsumexp[..., None]).exp() @ v).masked_fill(empty[..., None], 0.0)
-    return leaves, output, logsumexp.masked_fill(empty, -torch.inf)
+    weights = (scores - logsumexp[..., None]).exp().masked_fill(empty[..., None], 0.0)
+    return leaves, weights, logsumexp.masked_fill(empty, -torch.inf)

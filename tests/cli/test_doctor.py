@@ -19,6 +19,7 @@ from multihead.cli.doctor import _history
 from multihead.kernels import proven, sdpa
 from multihead.kernels.native.library import InstructionSet
 from multihead.kernels.proven import GpuPath, ProvenRow, code_of
+from tests.simulated_gpu import operators
 from tests.simulated_gpu.device import simulated_gpu, skip_where_not_simulated
 
 FOUND = room.Diagnosis(
@@ -151,14 +152,27 @@ def test_the_gpu_is_named_with_its_kernels_and_what_has_not_run_on_hardware() ->
     lines = output[output.index("GPU\n") :].splitlines()
     assert lines[1].startswith("   device        a simulated GPU, CUDA ")
     assert lines[1].endswith(", compute capability 9.0")
-    assert lines[2:8] == [
+    assert lines[2:10] == [
         "   full, causal  bfloat16; bfloat16, grouped heads; float16; float16, grouped heads: FlashAttention",
         "                 float32: the memory-efficient kernel",
         "                 float32, grouped heads: the memory-efficient kernel, with k and v repeated",
         "   ragged        not yet run on hardware elsewhere: MULTIHEAD_UNPROVEN=ragged uses it",
         "   sdpa          in use; this code has no row in proven.json",
         "   flex          in use; this code has no row in proven.json",
+        "   statistics    not yet run on hardware elsewhere: MULTIHEAD_UNPROVEN=statistics uses it",
+        '   records       keep="statistics" or "device" copies less to the CPU than keep="cpu"',
     ]
+
+
+def test_a_card_without_matrix_instructions_measures_by_operators_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_where_not_simulated()
+    monkeypatch.setattr(operators, "CAPABILITY", [7, 5])
+    with simulated_gpu():
+        output = CliRunner().invoke(main, ["doctor"], env={"COLUMNS": "200"}).output
+    assert (
+        "statistics operators of PyTorch instead: it needs a GPU of compute capability 8.0, because older ones would "
+        "compute without matrix instructions"
+    ) in " ".join(output.split())
 
 
 def test_a_gpu_without_fused_kernels_and_one_of_rocm_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +201,8 @@ class TestOnTheGpu:
             f"a simulated GPU, torch {torch.__version__}",
             "   sdpa          2 of 2 calls passed; in use; this code has no row in proven.json",
             "   flex          3 of 3 calls passed; in use; this code has no row in proven.json",
+            "   statistics    3 of 3 calls passed; not yet run on hardware elsewhere:",
+            "                 MULTIHEAD_UNPROVEN=statistics uses it",
             "",
             "No problems found.",
         ]

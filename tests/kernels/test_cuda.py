@@ -28,12 +28,13 @@ def drawn(queries: int, keys: int, *, dim: int, dtype: torch.dtype, heads: int =
 
 
 @pytest.mark.parametrize("call", contract.CALLS, ids=str)
-@pytest.mark.parametrize("kernel", ["flex", "sdpa", "ragged"])
+@pytest.mark.parametrize("kernel", ["flex", "sdpa", "ragged", "statistics"])
 def test_every_kernel_passes_the_contract(kernel: str, call: contract.Call) -> None:
-    """PyTorch's fused kernels take full and causal attention, FlashAttention sequences, and flex_attention all."""
+    """PyTorch's fused kernels take full and causal attention, FlashAttention sequences; the others all."""
     sequences = call.name in ("window", "documents", "lengths", "queries without keys", "NaN in padding")
     taken = {
         "flex": True,
+        "statistics": True,
         "sdpa": call.name in ("full", "causal", "one query", "grouped heads", "sinks"),
         "ragged": sequences and call.dtype != torch.float32 and call.head_dim % 8 == 0,
     }

@@ -66,10 +66,10 @@ def test_a_gpu_that_computes_something_else_gives_other_answers(monkeypatch: pyt
 def test_the_kernels_pass_the_contract_forward_and_one_that_waits_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert contract.kernels_on(CUDA) == ("ragged", "sdpa", "flex")
+    assert contract.kernels_on(CUDA) == ("ragged", "sdpa", "flex", "statistics")
     for name in ("causal", "lengths", "documents", "relative bias", "queries without keys", "NaN in padding"):
         call = replace(next(call for call in contract.CALLS if call.name == name), trains=False)
-        for kernel in ("ragged", "sdpa", "flex"):
+        for kernel in ("ragged", "sdpa", "flex", "statistics"):
             if contract.accepts(kernel, call, CUDA):
                 assert contract.check(kernel, call, CUDA) < 1
     attend = contract.KERNELS["sdpa"].attend

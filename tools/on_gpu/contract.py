@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from multihead import contract
-from multihead.kernels.choose import KERNELS
 from multihead.kernels.proven import code_of
 from tools.on_gpu.worker import Cases
 
@@ -42,7 +41,7 @@ def cases(seconds: float) -> Cases:
 
 def check(kernel: str, call: contract.Call, device: torch.device) -> dict[str, object]:
     """Check one call of the contract; return its kernel, the hash of the kernel's code, and its largest error."""
-    path = KERNELS[kernel].GPU_PATH
+    path = contract.path_of(kernel)
     error = contract.check(kernel, call, device)  # as a part of the tolerance
     return {"kernel": kernel, "code": None if path is None else code_of(path.sources), "error": round(error, 3)}
 

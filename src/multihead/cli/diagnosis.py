@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from multihead import contract
 from multihead.errors import ArgumentError, InputError
 from multihead.functional import request_of
 from multihead.kernels import fused_on_cuda
@@ -21,6 +22,7 @@ from multihead.kernels.native import library, short_call
 from multihead.kernels.native.library import InstructionSet, openmp_runtimes
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.proven import GpuPath
+from multihead.kernels.triton import launch
 
 # CPU capabilities, by torch's names, that make an attention kernel faster.
 CPU_FEATURES = (
@@ -114,6 +116,7 @@ class GpuDiagnosis:
         platform: what torch was built for, and the card's number there, such as "CUDA 13.0, compute capability 9.0".
         fused: kind of full and causal calls, such as "float32" -> the kernel of PyTorch that computes them.
         paths: kernel of this library for GPUs -> its code.
+        lacks: such a kernel -> what the card or its software lacks to run it, in one sentence.
     """
 
     card: str
@@ -122,6 +125,7 @@ class GpuDiagnosis:
     platform: str = ""
     fused: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, GpuPath] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
 
 
 def diagnose_gpu() -> GpuDiagnosis:
@@ -142,8 +146,10 @@ def diagnose_gpu() -> GpuDiagnosis:
     platform = f"CUDA {torch.version.cuda}, compute capability {found.major}.{found.minor}"
     if torch.version.hip:
         platform = f"ROCm {torch.version.hip}, {getattr(found, 'gcnArchName', 'an unknown architecture')}"
-    paths = {name: kernel.GPU_PATH for name, kernel in KERNELS.items() if kernel.GPU_PATH is not None}
-    return GpuDiagnosis(found.name, device, torch.__version__, platform, _fused_kernels(device), paths)
+    paths = {name: path for name in (*KERNELS, contract.STATISTICS) if (path := contract.path_of(name)) is not None}
+    reason = launch.reason_of_device(device)
+    lacks = {} if reason is None else {contract.STATISTICS: reason}
+    return GpuDiagnosis(found.name, device, torch.__version__, platform, _fused_kernels(device), paths, lacks)
 
 
 def _fused_kernels(device: torch.device) -> dict[str, str]:

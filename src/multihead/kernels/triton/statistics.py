@@ -68,11 +68,13 @@ _NEAR = tuple(range(-NEAR_REACH, NEAR_REACH + 1))
 
 
 def refusal(request: AttentionRequest) -> str | None:
-    """Return why no kernel measures a call, in one sentence, or None; it has the tensors of the call as they are."""
+    """Return why no kernel measures a call, in one sentence, or None."""
+    return reason_not_to_launch(request.shape.device) or reason_against_call(request)
+
+
+def reason_against_call(request: AttentionRequest) -> str | None:
+    """Return why the kernels do not measure a call, in one sentence, or None, wherever they run."""
     shape = request.shape
-    reason = reason_not_to_launch(shape.device)
-    if reason is not None:
-        return reason
     if request.surroundings.intercepted:
         return "it is called without graphs, tracers and transforms of torch.func"
     if not type(request.q) is type(request.k) is Tensor or request.scales is not None:
