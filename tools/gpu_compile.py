@@ -3,7 +3,7 @@
 Each kernel is compiled for each target with each version of Triton that a supported torch brings, in a process per
 version. `tools/on_gpu/compiled.json` has what came out: registers, bytes spilled, the matrix instruction, whether
 tiles are loaded asynchronously, and instructions per score of the loop without a mask. It holds for one state of the
-kernels' code, whose hash it has; a test compares that.
+kernels' code, whose hash it has; a test compares that. A run that was stopped continues.
 """
 
 from __future__ import annotations
@@ -255,48 +255,58 @@ def _read_amd(compiled: Any) -> dict[str, Any]:
     return {"registers": numbers["vgpr_count"], "spilled": numbers["private_segment_fixed_size"], "matrix": matrix}
 
 
-def compile_all(only: str) -> dict[str, dict[str, Any]]:
-    """Compile every kind whose name contains `only`, with the Triton that can be imported."""
-    found: dict[str, dict[str, Any]] = {}
+def targets_of(kind: Kind) -> dict[str, int | str]:
+    """Return name -> target of what a kind is compiled for."""
+    return {**{f"sm_{target}": target for target in kind.targets}, AMD: AMD}
+
+
+def read_known() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what is known of the present code: version of Triton -> kind -> target -> numbers."""
+    known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    return dict(known["triton"]) if known.get("code") == code_of(CODE_ON_DEVICE) else {}
+
+
+def compile_missing(version: str, only: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Compile what is not known yet, with the Triton that can be imported; yield kind, target and numbers."""
+    known = read_known().get(version, {})
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         for kind in kinds():
-            if only not in str(kind):
-                continue
-            targets: tuple[int | str, ...] = (*kind.targets, AMD)
-            rows = {}
-            for target in targets:
-                rows[f"sm_{target}" if isinstance(target, int) else target] = compile_kind(kind, target, Path(folder))
-            found[str(kind)] = rows
-            print(kind, json.dumps(rows), file=sys.stderr, flush=True)
-    return found
+            for name, target in targets_of(kind).items():
+                if only in f"{kind}, {name}" and name not in known.get(str(kind), {}):
+                    yield str(kind), name, compile_kind(kind, target, Path(folder))
 
 
 def main() -> None:
-    """Compile with each version of Triton, in a process each, and write the table."""
+    """Compile with each version of Triton, in a process each, and write the table after each result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--install", action="store_true", help="install the versions of Triton that are missing")
-    parser.add_argument("--only", default="", help="compile only kinds whose name contains this, and write nothing")
-    parser.add_argument("--here", action="store_true", help="compile with the Triton of this process, and print JSON")
+    parser.add_argument("--only", default="", help="compile only kinds and targets whose name contains this")
+    parser.add_argument("--triton", default="", choices=["", *TRITONS], help="compile with this version of Triton only")
+    parser.add_argument("--version", default="", help="the version of Triton in this process; print lines of JSON")
     options = parser.parse_args()
-    if options.here:
-        print(json.dumps(compile_all(options.only)))
+    if options.version:
+        for row in compile_missing(options.version, options.only):
+            print(json.dumps(row), flush=True)
         return
-    tables = {}
-    for version, of_torch in TRITONS.items():
+    for version in [options.triton] if options.triton else TRITONS:
         folder = ROOT / (FOLDER if version == next(iter(TRITONS)) else f"{FOLDER}-{version}")
         if options.install and not (folder / "triton").exists():
             command = ["pip", "install", "--quiet", "--no-deps", "--target", str(folder), f"triton=={version}"]
             subprocess.run([sys.executable, "-m", *command], check=True)
-        command = ["tools.gpu_compile", "--here", "--only", options.only]
-        environment = {**os.environ, "PYTHONPATH": str(folder)}
-        done = subprocess.run(
-            [sys.executable, "-m", *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
-        )
-        tables[f"{version}, of torch {of_torch}"] = json.loads(done.stdout)
-    if options.only:
-        return
-    FILE.write_text(json.dumps({"code": code_of(CODE_ON_DEVICE), "triton": tables}, indent=1) + "\n", encoding="utf-8")
+        command = [sys.executable, "-m", "tools.gpu_compile", "--version", version, "--only", options.only]
+        environment = {**os.environ, "PYTHONPATH": str(folder), "TRITON_DEFAULT_FP_FUSION": "1"}
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                kind, target, numbers = json.loads(line)
+                print(version, kind, target, numbers, flush=True)
+                tables = read_known()
+                tables.setdefault(version, {}).setdefault(kind, {})[target] = numbers
+                found = {"code": code_of(CODE_ON_DEVICE), "torch": TRITONS, "triton": tables}
+                FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if process.returncode:
+            raise SystemExit(process.returncode)
 
 
 if __name__ == "__main__":
