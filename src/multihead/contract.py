@@ -203,8 +203,8 @@ def measure_statistics(call: Call, device: torch.device) -> dict[PartName, Tenso
     Raises:
         ContractError: a kernel does not compile or launch.
     """
-    given, options = arguments(replace(call, trains=False), device)
-    request = request_of(*given, **options)
+    (q, k, v), options = arguments(replace(call, trains=False), device)
+    request = request_of(q, k, v, **options)
     bounds = bounds_of(request)
     measured = on_gpu_statistics.measure_in_one_pass(request, bounds, (*_MEASURED, LARGEST_KEY.name, LOGSUMEXP.name))
     if measured is not None:
