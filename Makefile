@@ -73,11 +73,14 @@ command -v chromium > /dev/null || command -v google-chrome > /dev/null || \
 { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium fonts-noto-cjk; }
 endef
 
-check: $(LIBRARY) $(CHECKS) $(ALL_SETS)  ## check lint rules, format, types, import layers, the native library and the translations
+check: $(LIBRARY) $(CHECKS) $(NODE_TOOLS) $(ALL_SETS)  ## check lint rules, format, types, import layers, the pages' scripts, the native library and the translations
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.page_types --check
+	node_modules/.bin/biome ci
+	node_modules/.bin/tsc --project jsconfig.json
 	$(BIN)/python -m tools.native
 	$(BIN)/python -m tools.translations
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from multihead.files import write_atomically
 from multihead.viewer.page import installed_version, render_page
+from multihead_lab.page_types import LabCourse, LabData, LabMoment, LabTask
 from multihead_lab.report import build_chapters
 from multihead_lab.run import LabResults
 from multihead_lab.tasks import MAX_PICTURE_ROWS
@@ -37,7 +37,7 @@ def render_lab_page(answers: LabResults, *, lang: str = "en") -> str:
         "multihead_lab/static/lab.js",
         ("viewer/static/shared/base.css", "multihead_lab/static/lab.css"),
         texts={key: texts[key] for key in texts if key in _KEYS_OF_SCRIPT_TEXTS or key.startswith("measure.")},
-        data={"tasks": [_describe_experiment(experiment, answers, phrases) for experiment in answers.experiments]},
+        data=LabData(tasks=[_describe_experiment(experiment, answers, phrases) for experiment in answers.experiments]),
         lang=lang,
         words=texts,
         title=texts["page title"],
@@ -61,12 +61,12 @@ def _list_settings(answers: LabResults, phrases: Phrases) -> list[tuple[str, str
     ]
 
 
-def _describe_experiment(experiment: Experiment, answers: LabResults, phrases: Phrases) -> dict[str, Any]:
+def _describe_experiment(experiment: Experiment, answers: LabResults, phrases: Phrases) -> LabTask:
     """Return what the script draws of an experiment: the heads of the first seed at some steps of training."""
-    courses = []
+    courses: list[LabCourse] = []
     for num_heads in experiment.head_counts:
         watched = experiment.models_with_head_count(num_heads)[0]
-        moments = [
+        moments: list[LabMoment] = [
             {
                 "step": moment.step,
                 "looks": [

@@ -27,6 +27,16 @@ from multihead.record.profiles import LayerKinds
 from multihead.record.summaries import SummaryName
 from multihead.viewer.columns import describe_column, legend_of_kinds
 from multihead.viewer.page import render_heads_page, round_all_for_json, round_for_json
+from multihead.viewer.page_types import (
+    CensusData,
+    CensusExample,
+    CensusExamples,
+    CensusFinding,
+    CensusRun,
+    CensusSummary,
+    ColumnDescription,
+    HeadsOfKind,
+)
 from multihead.viewer.payload import statistics_per_head
 
 if TYPE_CHECKING:
@@ -97,7 +107,7 @@ def write_census_page(
     data = page_data(runs, lang)
     strongest = [each.heads["examples"].to_pylist() for each in runs]
     for kept in range(max(each.plan.examples for each in runs), -1, -1):
-        page = _render_census(data | {"kept": kept} | _encode_examples(runs, strongest, kept), runs, lang)
+        page = _render_census(CensusData(kept=kept, **data, **_encode_examples(runs, strongest, kept)), runs, lang)
         if len(page) <= max_bytes:
             write_atomically(path, page)
             return path
@@ -107,7 +117,7 @@ def write_census_page(
     )
 
 
-def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
+def page_data(runs: list[Census], lang: str) -> CensusSummary:
     """Return the data of the page's script, whose lists have an item per head, layer after layer; None for no number.
 
     Args:
@@ -122,7 +132,7 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
     own = list(_first_statistic_of_each_head(first, profiles[0], columns))
     kinds = dict.fromkeys(kind for run in runs for kind in run.all_kinds)
     heads, changed = _heads_of_census(first), [each for after in runs[1:] for each in first.changed(after)]
-    return {
+    data: CensusSummary = {
         "title": escape_controls(first.plan.title),
         "nats": unit_label("nats", lang),
         "columns": columns,
@@ -131,7 +141,6 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
             for layer in first.layers
         ],
         "legend": legend_of_kinds(kinds, chain(*profiles), lang),
-        **({"divergence": _divergence_of_each_head(heads, changed)} if len(runs) > 1 else {}),
         "axes": {
             name: [[round_for_json(end, SIGNIFICANT_DIGITS) for end in ends] for ends in found]
             for name, found in axes.items()
@@ -140,6 +149,9 @@ def page_data(runs: list[Census], lang: str) -> dict[str, Any]:
         "findings": list(_describe_findings(first, changed, dict(zip(heads, own, strict=True)), lang)),
         "runs": [_data_of_run(run, runs, one, axes) for run, one in zip(runs, profiles, strict=True)],
     }
+    if len(runs) > 1:
+        data["divergence"] = _divergence_of_each_head(heads, changed)
+    return data
 
 
 def _data_of_run(
@@ -147,7 +159,7 @@ def _data_of_run(
     runs: list[Census],
     profiles: Sequence[LayerKinds],
     axes: Mapping[str, list[tuple[float, float]]],
-) -> dict[str, Any]:
+) -> CensusRun:
     """Return the data of one census for the page's script.
 
     Args:
@@ -171,7 +183,7 @@ def _data_of_run(
 
 
 def _first_statistic_of_each_head(
-    run: Census, profiles: Sequence[LayerKinds], columns: Sequence[Mapping[str, Any]]
+    run: Census, profiles: Sequence[LayerKinds], columns: Sequence[ColumnDescription]
 ) -> Iterator[str]:
     """Yield the statistic that the page of each head shows first: that of its kind, or that farthest above chance."""
     counted = [each["id"] for each in columns]
@@ -190,7 +202,7 @@ def _first_statistic_of_each_head(
 
 def _describe_findings(
     run: Census, changed: Sequence[DifferentHead], first_statistics: Mapping[tuple[int, int], str], lang: str
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[CensusFinding]:
     """Yield the findings on the first screen: the most notable heads, or those that differ most between censuses.
 
     Args:
@@ -200,8 +212,13 @@ def _describe_findings(
         lang: "en" or "zh".
     """
     for one in [] if changed else run.findings(lang=lang):
-        place = {"layer": one.layer, "head": one.head, "statistic": first_statistics[one.layer, one.head]}
-        yield place | {"sentence": one.sentence, "count": one.count}
+        yield {
+            "layer": one.layer,
+            "head": one.head,
+            "statistic": first_statistics[one.layer, one.head],
+            "sentence": one.sentence,
+            "count": one.count,
+        }
     for each in changed[:MAX_CHANGED_HEADS]:
         if each.divergence < MIN_SHOWN_DIVERGENCE or not each.is_clear:
             break
@@ -210,11 +227,11 @@ def _describe_findings(
         label = escape_controls(statistic_label(name, lang, shown.label))
         before, after = each.values(name, lang)
         count = text("census page.apart", lang, n=f"{each.divergence:.3f}")
-        place = {"layer": each.layer, "head": each.head, "statistic": name}
-        yield place | {"sentence": f"{label} {before} → {after}", "count": count}
+        sentence = f"{label} {before} → {after}"
+        yield {"layer": each.layer, "head": each.head, "statistic": name, "sentence": sentence, "count": count}
 
 
-def _heads_per_kind(run: Census) -> list[dict[str, Any]]:
+def _heads_per_kind(run: Census) -> list[HeadsOfKind]:
     """Return for each kind of head its name, the number of its heads, their chance levels, and the heads to name."""
     return [
         {
@@ -307,7 +324,7 @@ def _divergence_of_each_head(
     }
 
 
-def _encode_examples(runs: list[Census], examples_of_rows: list[list[Any]], num_kept: int) -> dict[str, Any]:
+def _encode_examples(runs: list[Census], examples_of_rows: list[list[Any]], num_kept: int) -> CensusExamples:
     """Return the strongest examples per census, statistic and head; tokens are stored as indices of the list "words".
 
     The list "special" has the indices of special tokens.
@@ -335,13 +352,13 @@ def _encode_examples(runs: list[Census], examples_of_rows: list[list[Any]], num_
     return {"examples": found, "words": list(token_indices), "special": marked}
 
 
-def _encode_example(example: Mapping[str, Any], token_indices: dict[str, int]) -> list[Any]:
+def _encode_example(example: Mapping[str, Any], token_indices: dict[str, int]) -> CensusExample:
     """Return an example as a list: value, "SHARD:TEXT", position, key, its token, first position, tokens, values."""
     key = token_indices.setdefault(_readable_token(example["key_token"]), len(token_indices))
     tokens = [token_indices.setdefault(_readable_token(token), len(token_indices)) for token in example["tokens"]]
     value, *values = (round_for_json(value, SIGNIFICANT_DIGITS) for value in (example["value"], *example["values"]))
     place = f"{example['shard']}:{example['text']}"
-    return [value, place, example["position"], example["key"], key, example["start"], tokens, values]
+    return value, place, example["position"], example["key"], key, example["start"], tokens, values
 
 
 def _readable_token(token: str) -> str:
@@ -367,7 +384,7 @@ def _labelled_facts(runs: list[Census], num_kept: int, lang: str) -> list[tuple[
     return [*found, (words["fact.examples"], str(num_kept))]
 
 
-def _render_census(data: dict[str, Any], runs: list[Census], lang: str) -> bytes:
+def _render_census(data: CensusData, runs: list[Census], lang: str) -> bytes:
     """Render the page as UTF-8 bytes."""
     words = section(lang, "census page")
     html = render_heads_page(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from multihead.kinds import MIXED, Kind
 from multihead.locale.escaping import escape_controls
@@ -12,6 +12,7 @@ from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR_MASS, SP
 from multihead.probes.choices import FOCUS
 from multihead.probes.probe import Probe, Statistic
 from multihead.record.profiles import LayerKinds
+from multihead.viewer.page_types import ColumnDescription, KindDescription, UnrecordedStatistic
 
 
 class DecidesKinds(Protocol):
@@ -21,7 +22,7 @@ class DecidesKinds(Protocol):
         """Return whether it was measured which heads have a kind."""
 
 
-def describe_column(shown: Statistic, lang: str) -> dict[str, Any]:
+def describe_column(shown: Statistic, lang: str) -> ColumnDescription:
     """Describe the column of a statistic in the tables of a page.
 
     Returns:
@@ -42,7 +43,7 @@ def describe_column(shown: Statistic, lang: str) -> dict[str, Any]:
     }
 
 
-def columns_not_recorded(names: Iterable[str], lang: str) -> list[dict[str, str]]:
+def columns_not_recorded(names: Iterable[str], lang: str) -> list[UnrecordedStatistic]:
     """List the id and label of the built-in statistics that have columns in a page and are not among `names`."""
     known = {*names}
     built_in = [probe.without_function() for probe in PROBES.values() if probe.has_mean]
@@ -50,7 +51,7 @@ def columns_not_recorded(names: Iterable[str], lang: str) -> list[dict[str, str]
     return [{"id": each["id"], "label": each["label"]} for each in (describe_column(one, lang) for one in missing)]
 
 
-def legend_of_kinds(kinds: Iterable[Kind], profiles: Iterable[DecidesKinds], lang: str) -> list[dict[str, Any]]:
+def legend_of_kinds(kinds: Iterable[Kind], profiles: Iterable[DecidesKinds], lang: str) -> list[KindDescription]:
     """Describe the kinds of heads in a page's legend, and whether each was measured.
 
     Args:

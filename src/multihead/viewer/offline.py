@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 from markupsafe import Markup
 
@@ -19,6 +19,14 @@ from multihead.viewer.page import (
     json_in_script,
     render_viewer_page,
     viewer_style,
+)
+from multihead.viewer.page_types import (
+    AllTextsDescription,
+    LevelsProgress,
+    OfflineData,
+    SampleDescription,
+    StoredArray,
+    ViewDescription,
 )
 
 
@@ -35,15 +43,15 @@ class PackedArrays:
         num_bytes: number of bytes that the arrays take, with their script tags and descriptions.
         contents: name of an array -> its numbers: deflated planes of bytes, in base64.
         descriptions: name of an array -> its shape, coding and other properties for the page's script, see
-            `static/view/offline.js`.
+            `static/offline/arrays.js`.
     """
 
     max_bytes: float = math.inf
     num_bytes: int = 0
     contents: dict[str, str] = field(default_factory=dict)
-    descriptions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    descriptions: dict[str, StoredArray] = field(default_factory=dict)
 
-    def add(self, name: str, content: str, **description: Any) -> None:
+    def add(self, name: str, content: str, **description: Unpack[StoredArray]) -> None:
         """Add an array.
 
         Raises:
@@ -67,9 +75,9 @@ class PackedArrays:
 
 
 def answers_in_file(
-    view: Mapping[str, Any],
-    samples: Sequence[Sequence[Mapping[str, Any]]],
-    all_texts: Mapping[str, Any] | None = None,
+    view: ViewDescription,
+    samples: Sequence[Sequence[SampleDescription]],
+    all_texts: AllTextsDescription | None = None,
 ) -> dict[str, Mapping[str, Any]]:
     """Return path of a request -> its answer as JSON, for the requests that a page in one file answers itself.
 
@@ -78,12 +86,12 @@ def answers_in_file(
         samples: per record of the page, the result of `payload.describe_sample` for each of its texts.
         all_texts: the result of `payload.describe_all_texts` for the first record; None if the page has one text.
     """
-    answers = {"view": view}
+    answers: dict[str, Mapping[str, Any]] = {"view": view}
     for run, of_run in enumerate(samples):
         for place, sample in enumerate(of_run):
             path = f"runs/{run}/samples/{place}"
             answers[path] = sample
-            answers[f"{path}/levels"] = {"state": "ready", "done": 1, "total": 1, "inMemory": False}
+            answers[f"{path}/levels"] = LevelsProgress(state="ready", done=1, total=1, inMemory=False)
     return answers if all_texts is None else answers | {"runs/0/texts": all_texts}
 
 
@@ -99,7 +107,7 @@ def offline_page(
         note: a sentence at the top of the page; "" for none.
     """
     lang, first = answers["view"]["lang"], answers["view"]["runs"][0]
-    held = {
+    held: OfflineData = {
         "plain": answers,
         "arrays": arrays.descriptions,
         "tile": TILE_SIDE,
@@ -108,7 +116,9 @@ def offline_page(
         "old": text("viewer.old browser", lang),
     }
     # Two script bundles, each in a separate block: the first answers the requests of the second.
-    source = "".join(f"{{\n{bundle_script(f'viewer/static/view/{name}.js')}\n}}\n" for name in ("offline", "main"))
+    source = "".join(
+        f"{{\n{bundle_script(f'viewer/static/{entry}.js')}\n}}\n" for entry in ("offline/answers", "view/main")
+    )
     html = render_viewer_page(
         "view",
         lang,

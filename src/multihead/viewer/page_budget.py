@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from multihead.probes.catalogue import POOLED_MAP
 from multihead.probes.choices import MARGINS_OF_MAP
 from multihead.viewer import maps
 from multihead.viewer.offline import PackedArrays, PageFullError
+from multihead.viewer.page_types import LayerDescription
 from multihead.viewer.payload import MAX_UNPOOLED_SIZE, margin_of_map
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class StoredMaps:
     weights_per_cell: list[tuple[int, int] | None] = field(default_factory=list)
     map_size: tuple[int, int] = (0, 0)
 
-    def limit_layer_to_stored_maps(self, index: int, layer: dict[str, Any]) -> dict[str, Any]:
+    def limit_layer_to_stored_maps(self, index: int, layer: LayerDescription) -> LayerDescription:
         """Return the description of a layer for the page's script, reduced to the maps that the page stores."""
         margins = [
             name for name in layer["margins"] if f"0/{self.place}/{layer['number']} {name}" in self.arrays.descriptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from multihead.locale.texts import text
 from multihead.probes.catalogue import POOLED_MAP, RECEIVED, SEPARATOR_MASS
 from multihead.probes.choices import MARGINS_OF_MAP
 from multihead.record.analysis.changes import ChangedHead, describe_kind_counts, summarise_changes
-from multihead.record.analysis.highlights import MAX_TEXTS_COMPARED, findings
+from multihead.record.analysis.highlights import MAX_TEXTS_COMPARED, Finding, findings
 from multihead.record.analysis.roles import roles, rows_with_roles
 from multihead.record.analysis.similar import affordable_queries
 from multihead.record.profiles import LayerProfile
@@ -31,6 +31,20 @@ from multihead.viewer.columns import (
 from multihead.viewer.facts import facts_of_record, lead_sentence, name_masks
 from multihead.viewer.levels import MAX_COARSEST_SIDE, number_of_levels
 from multihead.viewer.page import installed_version, round_all_for_json, round_for_json
+from multihead.viewer.page_types import (
+    AllTextsDescription,
+    ChangedHeads,
+    FindingDescription,
+    LayerDescription,
+    LookingHead,
+    LookingHeads,
+    NearestHead,
+    RunDescription,
+    SampleDescription,
+    StatisticChangeDescription,
+    TokenLayout,
+    ViewDescription,
+)
 from multihead.viewer.tiles import IsCancelled, raise_if_cancelled, visible_weights
 from multihead.viewer.tokens import SPECIAL_FLAG, layout_of_tokens
 
@@ -76,8 +90,8 @@ class RecordedRun:
 
 
 def describe_view(
-    runs: Sequence[Mapping[str, Any]], lang: str, *, similar: bool = True, looking: bool = True, served: bool = False
-) -> dict[str, Any]:
+    runs: Sequence[RunDescription], lang: str, *, similar: bool = True, looking: bool = True, served: bool = False
+) -> ViewDescription:
     """Describe the viewer's page, its records and its abilities, as data for the page's script.
 
     Args:
@@ -99,7 +113,7 @@ def describe_view(
     }
 
 
-def describe_run(run: RecordedRun) -> dict[str, Any]:
+def describe_run(run: RecordedRun) -> RunDescription:
     """Describe a record: its name, whether q and k were kept, its texts, and whether these are described together."""
     samples = [run.record.layers[0].sample(index) for index in range(run.num_samples)]
     return {
@@ -120,10 +134,28 @@ def describe_run(run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def describe_all_texts(run: RecordedRun, lang: str = "en") -> dict[str, Any]:
+def describe_all_texts(run: RecordedRun, lang: str = "en") -> AllTextsDescription:
     """Describe the heads over all texts of a record: their findings, and how these differ from text to text."""
     found = run.record.findings(lang=lang)
-    return {"texts": run.num_samples, "findings": [asdict(one) for one in found]}
+    return {"texts": run.num_samples, "findings": [_describe_finding(one) for one in found]}
+
+
+def _describe_finding(finding: Finding) -> FindingDescription:
+    """Describe a finding with all its fields."""
+    over = finding.over_texts
+    return {
+        "topic": finding.topic,
+        "layer": finding.layer,
+        "head": finding.head,
+        "value": finding.value,
+        "chance": finding.chance,
+        "sentence": finding.sentence,
+        "count": finding.count,
+        "brief": finding.brief,
+        "over_texts": None
+        if over is None
+        else {"number": over.number, "having": over.having, "spread": over.spread, "sentence": over.sentence},
+    }
 
 
 def _first_words(record: Record, sample: int) -> str:
@@ -156,7 +188,7 @@ class PageText:
     length: int
     tokens: Sequence[str] | None = None
     special: Sequence[bool] | None = None
-    layout: dict[str, Any] | None = None
+    layout: TokenLayout | None = None
     given_by_caller: bool = False
 
     @classmethod
@@ -181,7 +213,7 @@ def describe_sample(
     *,
     texts: Sequence[PageText] = (),
     profiles: Sequence[LayerProfile] | None = None,
-) -> dict[str, Any]:
+) -> SampleDescription:
     """Describe one text of a record, except for its maps: the tokens, layers, and statistics and kinds of all heads.
 
     Args:
@@ -215,25 +247,25 @@ def describe_sample(
         among=record.all_kinds,
     )
     heads, ids = [len(one.kinds) for one in profiles], [one["id"] for one in columns]
-    return {
-        "lead": lead_sentence(record, profiles, main.length, sample=sample, lang=lang),
-        "facts": facts_of_record(record, profiles, [each.length for each in (main, *others)], sample=sample, lang=lang),
-        "pattern": name_masks(profiles, lang),
-        "texts": [each.layout for each in shown],
-        RECEIVED.name: _attention_received_per_token(record, layers, sample, main.length),
-        "labels": {name: describe_column(record.statistic(name), lang)["label"] for name in MARGINS_OF_MAP},
-        "layers": layers,
-        "noMaps": "" if any(layer["maps"] for layer in layers) else text("page.no maps", lang),
-        "kinds": [kinds for one in profiles for kinds in one.kinds],
-        "metrics": statistics_per_head([one.means for one in profiles], heads, ids),
-        "chance": statistics_per_head([one.chance for one in profiles], heads, ids),
-        "columns": columns,
-        "unrecorded": unrecorded,
-        "findings": [asdict(one) for one in found],
+    return SampleDescription(
+        lead=lead_sentence(record, profiles, main.length, sample=sample, lang=lang),
+        facts=facts_of_record(record, profiles, [each.length for each in (main, *others)], sample=sample, lang=lang),
+        pattern=name_masks(profiles, lang),
+        texts=[each.layout for each in shown],
+        received=_attention_received_per_token(record, layers, sample, main.length),
+        labels={name: describe_column(record.statistic(name), lang)["label"] for name in MARGINS_OF_MAP},
+        layers=layers,
+        noMaps="" if any(layer["maps"] for layer in layers) else text("page.no maps", lang),
+        kinds=[kinds for one in profiles for kinds in one.kinds],
+        metrics=statistics_per_head([one.means for one in profiles], heads, ids),
+        chance=statistics_per_head([one.chance for one in profiles], heads, ids),
+        columns=columns,
+        unrecorded=unrecorded,
+        findings=[_describe_finding(one) for one in found],
         # The largest possible entropy of each head, nats; None where the class of the mask is unknown.
-        **statistics_per_head([{"full": one.visibility.largest_entropy} for one in profiles], heads, ["full"]),
-        "legend": legend_of_kinds(record.all_kinds, profiles, lang),
-    }
+        full=round_all_for_json(torch.cat([one.visibility.largest_entropy for one in profiles])),
+        legend=legend_of_kinds(record.all_kinds, profiles, lang),
+    )
 
 
 def table_rows_of_heads(run: RecordedRun, sample: int) -> list[dict[str, Any]]:
@@ -249,7 +281,7 @@ def table_rows_of_heads(run: RecordedRun, sample: int) -> list[dict[str, Any]]:
     return rows_with_roles(run.record.layers, rows, sample=sample)
 
 
-def nearest_heads(run: RecordedRun, sample: int, layer: int, head: int, top: int) -> list[dict[str, Any]]:
+def nearest_heads(run: RecordedRun, sample: int, layer: int, head: int, top: int) -> list[NearestHead]:
     """List the heads whose weights are most similar to those of one head, nearest first; see `Record.nearest`.
 
     The divergence is None where no query has finite weights in both heads: JSON has no NaN.
@@ -266,8 +298,8 @@ def nearest_heads(run: RecordedRun, sample: int, layer: int, head: int, top: int
 
 
 def heads_looking_at(
-    run: RecordedRun, sample: int, key: int, layers: Sequence[Mapping[str, Any]], is_cancelled: IsCancelled
-) -> dict[str, Any]:
+    run: RecordedRun, sample: int, key: int, layers: Sequence[LayerDescription], is_cancelled: IsCancelled
+) -> LookingHeads:
     """List the heads that look most at a token of the main text, with the queries whose weights on it are largest.
 
     Args:
@@ -282,7 +314,7 @@ def heads_looking_at(
         queries (pairs of position and weight) of each; "tokens": the weight of each token of the main text on the token
         `key`, averaged over the heads.
     """
-    found: list[dict[str, Any]] = []
+    found: list[LookingHead] = []
     totals, heads = torch.zeros(layers[0]["keys"], dtype=torch.float64), 0
     for layer, described in zip(run.record.layers, layers, strict=True):
         raise_if_cancelled(is_cancelled)
@@ -294,7 +326,7 @@ def heads_looking_at(
         best = known.topk(min(MAX_LOOKING_QUERIES, one.num_queries))
         rows = zip(weights.nanmean(-1).tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
         for head, (share, queries, largest) in enumerate(rows):
-            pairs = [[query, weight] for query, weight in zip(queries, largest, strict=True) if weight > 0]
+            pairs = [(query, weight) for query, weight in zip(queries, largest, strict=True) if weight > 0]
             if math.isfinite(share) and pairs:
                 found.append({"layer": layer.number, "head": head, "share": share, "queries": pairs})
         if not described["crosses"] and one.num_keys == len(totals):
@@ -306,7 +338,7 @@ def heads_looking_at(
 
 def changed_heads(
     before: RecordedRun, after: RecordedRun, sample: int, top: int, is_cancelled: IsCancelled, *, lang: str
-) -> dict[str, Any]:
+) -> ChangedHeads:
     """List the heads that differ most between two runs, the most changed first; see `Record.changed`.
 
     Of a long text only as many queries are compared as take a second or two. On different texts the heads that changed
@@ -322,7 +354,7 @@ def changed_heads(
         return {
             "every": 1,
             "heads": [],
-            "kinds": [[one.kind, *describe_kind_counts(one, lang, among)] for one in kinds],
+            "kinds": [(one.kind, *describe_kind_counts(one, lang, among)) for one in kinds],
             "sentences": [sentence],
         }
     ones = [layer.sample(sample) for layer in before.record.layers]
@@ -342,11 +374,11 @@ def changed_heads(
     same_texts = any(one.compares_weights for one in found)
     shown = found if same_texts else [one for one in found if one.is_clear]
 
-    def describe_change(one: ChangedHead) -> dict[str, str] | None:
+    def describe_change(one: ChangedHead) -> StatisticChangeDescription | None:
         change = one.change(lang)
         if change is not None and separator and same_texts and one.largest_difference == SEPARATOR_MASS.name:
             change = change._replace(label=separator)  # as in the table of all heads
-        return None if change is None else change._asdict()
+        return None if change is None else {"label": change.label, "before": change.before, "after": change.after}
 
     return {
         "every": max(-(-one.num_queries // queries) for one in ones) if same_texts else 1,
@@ -355,7 +387,7 @@ def changed_heads(
                 "layer": one.layer,
                 "head": one.head,
                 "divergence": round_for_json(one.divergence),
-                "kinds": [one.kinds_before, one.kinds_after],
+                "kinds": (one.kinds_before, one.kinds_after),
                 "change": describe_change(one),
             }
             for one in shown[:top]
@@ -382,7 +414,7 @@ def cross_attention_text(record: Record, sample: int, tokens: Sequence[str]) -> 
 
 def _describe_layer(
     layer: LayerRecord, one: SampleRecord, profile: LayerProfile, role: str, texts: list[PageText]
-) -> dict[str, Any]:
+) -> LayerDescription:
     blocks, cross_attention = blocks_of_levels(one), one.cross_attention or profile.cross_attention
     key_text = _find_or_append_text(one.text, one.num_keys, texts, named=bool(role))
     query_text = key_text
@@ -468,7 +500,7 @@ def margin_of_map(sample: SampleRecord, head: int, name: str) -> Tensor:
 
 
 def _attention_received_per_token(
-    record: Record, layers: Sequence[dict[str, Any]], sample: int, tokens: int
+    record: Record, layers: Sequence[LayerDescription], sample: int, tokens: int
 ) -> list[float | None] | None:
     """Average the weights on each token over the queries and heads of all layers whose keys are the main text."""
     total, heads = torch.zeros(tokens, dtype=torch.float64), 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from multihead.viewer.levels import (
     FINEST_STORED_LEVEL,
@@ -14,6 +14,7 @@ from multihead.viewer.levels import (
     MemoryBudget,
     number_of_levels,
 )
+from multihead.viewer.page_types import LevelsProgress
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
@@ -149,12 +150,17 @@ class LevelBuilder:
         return False
 
 
-def describe_building_progress(pyramid: SampleMapLevels | None) -> dict[str, Any]:
+def describe_building_progress(pyramid: SampleMapLevels | None) -> LevelsProgress:
     """Describe the progress of building a sample's levels, for the page; None for a sample without q and k."""
     if pyramid is None:
         return {"state": "none", "done": 0, "total": 0}
     done = round(pyramid.num_built_heads, 2)
-    progress = {"state": "ready" if pyramid.is_finished else "building", "done": done, "total": pyramid.num_heads}
+    progress: LevelsProgress = {
+        "state": "ready" if pyramid.is_finished else "building",
+        "done": done,
+        "total": pyramid.num_heads,
+        "inMemory": pyramid.has_levels_in_memory,
+    }
     if pyramid.failure is not None:
         progress |= {"state": "none", "error": f"The coarse levels could not be built: {pyramid.failure}"}
-    return progress | {"inMemory": pyramid.has_levels_in_memory}
+    return progress

@@ -1,6 +1,6 @@
 """Write a record as one self-contained HTML page: every head, its numbers, its map, on one text or on several.
 
-A report is the viewer's page with its data: `static/view/offline.js` replaces `fetch`. The data determines what the
+A report is the viewer's page with its data: `static/offline/answers.js` replaces `fetch`. The data determines what the
 page can show: `blocks` of a layer lists the cell sizes of its map in weights, `rows` which weights of a query are
 stored (all, the largest, none), and `margins` which strips of numbers; `served`, `similar` and `precision` state which
 requests are answered, and how exact the weights are. The page computes means over blocks from the stored weights.
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from multihead.errors import ArgumentError, InputError, ShapeError
 from multihead.errors.given import check_path
@@ -31,6 +31,7 @@ from multihead.viewer.facts import readable_size
 from multihead.viewer.offline import PackedArrays, answers_in_file, offline_page
 from multihead.viewer.page import installed_version, json_in_script
 from multihead.viewer.page_budget import Progress, StoredMaps, encode_maps_of_texts
+from multihead.viewer.page_types import AllTextsDescription, RunDescription, SampleDescription
 from multihead.viewer.payload import (
     PageText,
     RecordedRun,
@@ -261,9 +262,9 @@ class _Page:
         lang: the language of the page.
     """
 
-    described: list[dict[str, Any]]
-    run: dict[str, Any]
-    all_texts: dict[str, Any] | None
+    described: list[SampleDescription]
+    run: RunDescription
+    all_texts: AllTextsDescription | None
     num_wanted: int
     max_bytes: int
     lang: str

@@ -19,6 +19,7 @@ from multihead.viewer.levels import (
     MemoryBudget,
     number_of_levels,
 )
+from multihead.viewer.page_types import LookingHeads, SampleDescription
 from multihead.viewer.payload import (
     RecordedRun,
     changed_heads,
@@ -78,7 +79,7 @@ class Viewer(WebSite):
         super().__init__(self.workers, self.slow_workers)
         self.array_cache = ArrayCache()
         self.memory_budget = MemoryBudget(MAX_LEVEL_BYTES_IN_MEMORY)
-        self._described: dict[tuple[RecordedRun, int], dict[str, Any]] = {}
+        self._described: dict[tuple[RecordedRun, int], SampleDescription] = {}
         self._of_all_texts: dict[RecordedRun, dict[str, Any]] = {}
 
     def routes(self) -> list[Route]:
@@ -131,7 +132,7 @@ class Viewer(WebSite):
             self._of_all_texts[run] = found
         return json_response(self._of_all_texts[run])
 
-    def _cached_description(self, run: RecordedRun, sample: int) -> dict[str, Any]:
+    def _cached_description(self, run: RecordedRun, sample: int) -> SampleDescription:
         # The description is stored even if the request was cancelled, so that loading the page again is faster.
         if (run, sample) not in self._described:
             self._described[run, sample] = describe_sample(run, sample, self.lang)
@@ -242,7 +243,7 @@ class Viewer(WebSite):
         longest = max(layer.sample(sample).num_keys for layer in run.record.layers)
         key = parse_number("key", request.query_params.get("key"), below=longest)
 
-        def find_heads(is_cancelled: IsCancelled) -> dict[str, Any]:
+        def find_heads(is_cancelled: IsCancelled) -> LookingHeads:
             layers = self._cached_description(run, sample)["layers"]
             return heads_looking_at(run, sample, key, layers, is_cancelled)
 

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from multihead.observation.kind_changes import most_telling_first
 from multihead.probes.probe import SHARE_FORMAT
 from multihead.viewer.columns import describe_column, legend_of_kinds
 from multihead.viewer.page import render_heads_page, round_all_for_json
+from multihead.viewer.page_types import SeriesData, SeriesKinds, SeriesNumbers
 
 if TYPE_CHECKING:
     from multihead.observation.time_series import TimeSeries
@@ -98,14 +99,14 @@ def render_series(series: TimeSeries, lang: str) -> str:
     )
 
 
-def page_data(series: TimeSeries, lang: str) -> tuple[dict[str, Any], int]:
+def page_data(series: TimeSeries, lang: str) -> tuple[SeriesData, int]:
     """Return the data of the page's script, and n if it has every n-th step; None stands for a missing number."""
     heads = sum(series.num_heads.values())
     every = -(-len(series.steps) * heads * (len(series.statistics) + bool(series.watched_kinds)) // MAX_NUMBERS)
     chosen = sorted({*range(0, len(series.steps), every), len(series.steps) - 1})
     columns = [describe_column(shown, lang) for shown in series.statistics.values()]
     values = {each["id"]: series.values_of_all_heads(each["id"]) for each in columns}
-    data = {
+    data: SeriesNumbers = {
         "steps": [series.steps[place] for place in chosen],
         "layers": [
             {"number": number, "name": escape_controls(series.layers[number]), "heads": heads}
@@ -117,10 +118,10 @@ def page_data(series: TimeSeries, lang: str) -> tuple[dict[str, Any], int]:
             name: [round_all_for_json(found[place], digits=4) for place in chosen] for name, found in values.items()
         },
     }
-    return data | _data_of_kinds(series, chosen, lang), every
+    return SeriesData(**data, **_data_of_kinds(series, chosen, lang)), every
 
 
-def _data_of_kinds(series: TimeSeries, chosen: list[int], lang: str) -> dict[str, Any]:
+def _data_of_kinds(series: TimeSeries, chosen: list[int], lang: str) -> SeriesKinds:
     """Return the legend of the kinds, the kinds of each head at each chosen step, and when heads changed in them.
 
     A change has the index of the first chosen step that shows it, besides its own step. Without watched kinds all lists
@@ -139,8 +140,14 @@ def _data_of_kinds(series: TimeSeries, chosen: list[int], lang: str) -> dict[str
         "combinations": list(places),  # of names of kinds
         "kinds": kinds,  # index of the combination of each head
         "changes": [
-            {"layer": each.layer, "head": each.head, "kind": each.kind, "gained": each.gained, "step": each.step}
-            | {"at": bisect_left(steps, each.step)}
+            {
+                "layer": each.layer,
+                "head": each.head,
+                "kind": each.kind,
+                "gained": each.gained,
+                "step": each.step,
+                "at": bisect_left(steps, each.step),
+            }
             for each in most_telling_first(series.changes())
         ],
     }

@@ -8,7 +8,7 @@ file.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -25,6 +25,7 @@ from multihead.viewer.levels import TILE_SIDE, number_of_levels
 from multihead.viewer.maps import compress_planes
 from multihead.viewer.offline import PackedArrays, PageFullError, answers_in_file, offline_page
 from multihead.viewer.page import json_in_script, viewer_style
+from multihead.viewer.page_types import RunDescription, SampleDescription
 from multihead.viewer.payload import describe_view
 from multihead.viewer.tiles import tiles_per_side, weights_of_queries
 
@@ -87,8 +88,8 @@ class PlaceInView:
 def shared_page(
     heads: Sequence[SharedHead],
     *,
-    runs: Sequence[Mapping[str, Any]],
-    samples: Sequence[Mapping[str, Any]],
+    runs: Sequence[RunDescription],
+    samples: Sequence[SampleDescription],
     small_maps_of_layer: Callable[[int, int], tuple[Array, tuple[int, int]] | None],
     fragment: str,
     lang: str,
@@ -192,7 +193,7 @@ def _add_rows_near_query(arrays: PackedArrays, head: SharedHead, query: int) -> 
 def _add_small_maps(
     arrays: PackedArrays,
     heads: Sequence[SharedHead],
-    samples: Sequence[Mapping[str, Any]],
+    samples: Sequence[SampleDescription],
     small_maps_of_layer: Callable[[int, int], tuple[Array, tuple[int, int]] | None],
 ) -> None:
     """Add the small maps of all layers that have small maps and fit, the layers in view first."""

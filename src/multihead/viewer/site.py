@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from multihead.viewer.tiles import IsCancelled, WorkerThreads
 
-WriteLine = Callable[[dict[str, Any]], None]
+WriteLine = Callable[[Mapping[str, Any]], None]
 """Function that writes a line of a streamed response, given as the content of a JSON object."""
 
 
@@ -72,10 +72,10 @@ class WebSite(ABC):
         The computation is cancelled when this iterator is closed, which happens when the client of a streamed response
         disconnects.
         """
-        lines: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        lines: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def write(line: dict[str, Any] | None) -> None:
+        def write(line: Mapping[str, Any] | None) -> None:
             loop.call_soon_threadsafe(lines.put_nowait, line)
 
         def compute_and_end(is_cancelled: IsCancelled) -> None:

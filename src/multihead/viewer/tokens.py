@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from multihead.errors import ShapeError
 from multihead.locale.escaping import label_of_token
 from multihead.models.tokens import CONTINUATION_MARK, bytes_of_entry
+from multihead.viewer.page_types import TokenLayout
 
 SPECIAL_FLAG, UNKNOWN_FLAG, PIECE_FLAG = 1, 2, 4
 """Flags of a token: a special token, a token missing from the vocabulary, a piece of a character."""
@@ -37,7 +37,7 @@ def layout_of_tokens(
     text: str | None = None,
     offsets: Sequence[tuple[int, int]] | None = None,
     gaps: Sequence[str | None] | None = None,
-) -> dict[str, Any]:
+) -> TokenLayout:
     """Lay out the tokens of a text for a page.
 
     With `text` and `offsets` the text keeps its own spelling. Otherwise the tokens may be pieces of text with their

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,17 @@ from multihead.tensors.undo import Undo
 from multihead.viewer.levels import Array
 from multihead.viewer.looking import ShowStep, measure_on_repeated_tokens, observe_texts
 from multihead.viewer.page import installed_version, round_all_for_json
+from multihead.viewer.page_types import (
+    Numbers,
+    PredictionChange,
+    SweepEffects,
+    SweepEnd,
+    SweepOfLayer,
+    TrialChange,
+    TrialModel,
+    TrialText,
+    TrialToken,
+)
 from multihead.viewer.payload import RecordedRun, describe_sample
 from multihead.viewer.query_params import NotFoundError
 from multihead.viewer.tiles import IsCancelled, as_float32, raise_if_cancelled
@@ -133,7 +144,7 @@ class Trial:
         self.first_text = self.task.default_text if text is None else text
         self._runs: OrderedDict[str, TextRun] = OrderedDict()
 
-    def describe_model(self, lang: str) -> dict[str, Any]:
+    def describe_model(self, lang: str) -> TrialModel:
         """Describe the model, for a page in a language."""
         model = self.loaded.model
         return {
@@ -184,7 +195,7 @@ class Trial:
             self._runs.popitem(last=False)
         return run
 
-    def describe_text(self, run: TextRun, lang: str) -> dict[str, Any]:
+    def describe_text(self, run: TextRun, lang: str) -> TrialText:
         """Describe a text and all heads on it."""
         begun = perf_counter()
         grid = describe_sample(RecordedRun(run.record.title, run.record), 0, lang)
@@ -192,15 +203,17 @@ class Trial:
         for each in run.record.kinds():
             kinds.setdefault(each.kind, []).append((each.layer, each.head))
         described = self.task.describe_predictions(run)
-        losses = iter(described.pop("losses"))
-        tokens: list[dict[str, Any]] = []
+        losses = iter(described.losses)
+        tokens: list[TrialToken] = []
         for sentence, row in enumerate(run.encoded_rows):
             layout = layout_of_tokens(row.tokens, special=row.special, unknown=row.unknown, gaps=row.gaps)
             for gap, shown, mark in zip(layout["gaps"], layout["shown"], row.special, strict=True):
                 loss = next(losses, None)
                 tokens.append({"text": shown, "gap": gap, "special": mark, "sentence": sentence, "loss": loss})
         heads = sum(layer.num_heads for layer in run.record.layers)
-        return described | {
+        return {
+            "sentences": described.sentences,
+            "similarity": described.similarity,
             "tokens": tokens,
             "grid": grid,
             "kinds": kinds,
@@ -211,7 +224,7 @@ class Trial:
 
     def change_heads(
         self, run: TextRun, factors: HeadFactors, token: int | None, is_cancelled: IsCancelled, *, lang: str = "en"
-    ) -> dict[str, Any]:
+    ) -> TrialChange:
         """Run the model on a text with the outputs of some heads multiplied by factors, and compare.
 
         Raises:
@@ -240,7 +253,8 @@ class Trial:
             distances = list(_distances_between_maps(run.record, seen, first, is_cancelled))
         far = [(layer, head, value) for layer, values in distances for head, value in enumerate(values)]
         whole = first is not None and not run.replay.is_exact
-        return self.task.compare_predictions(run, after, token) | {
+        return {
+            **self.task.compare_predictions(run, after, token),
             "changed": sorted(far, key=lambda each: -each[2])[:MAX_CHANGED_MAPS],
             "distances": [{"layer": layer, "heads": values} for layer, values in distances],
             "seconds": perf_counter() - begun,
@@ -275,7 +289,7 @@ class Trial:
         if token is not None and not 0 <= token < num_tokens:
             raise ArgumentError(f"There is no token {token}.", f"Give one from 0 to {num_tokens - 1}.")
 
-    def sweep(self, run: TextRun, token: int | None, is_cancelled: IsCancelled) -> Iterator[dict[str, Any]]:
+    def sweep(self, run: TextRun, token: int | None, is_cancelled: IsCancelled) -> Iterator[SweepOfLayer | SweepEnd]:
         """Switch off each head once: yield one item per layer, and at the end the time in seconds."""
         layers = run.record.layers
         seconds = floor = 0.0
@@ -289,11 +303,8 @@ class Trial:
             with self._run_until_cancelled(run.replay, is_cancelled):
                 one = next(found)
             seconds, floor = seconds + one.seconds, floor + one.seconds_after_layer
-            yield self.task.describe_sweep(run, one.result_per_head) | {
-                "layer": one.layer,
-                "done": done,
-                "total": len(layers),
-            }
+            effects = self.task.describe_sweep(run, one.result_per_head)
+            yield {**effects, "layer": one.layer, "done": done, "total": len(layers)}
         peak = peak_memory_of_process()
         yield {"seconds": seconds, "floor_seconds": floor, "peak_mib": None if peak is None else peak >> 20}
 
@@ -376,6 +387,20 @@ class Trial:
             yield
 
 
+class _Predictions(NamedTuple):
+    """The predictions of a model with all heads on, for the page.
+
+    Attributes:
+        losses: the loss of each token; [] of an encoder.
+        sentences: the sentences of an encoder; [] of a language model.
+        similarity: the similarities of the sentences; None of a language model.
+    """
+
+    losses: Numbers
+    sentences: list[str]
+    similarity: list[list[float]] | None
+
+
 class _NextTokenPredictions:
     """The task of a language model: predict the next token after each token of a text.
 
@@ -384,7 +409,7 @@ class _NextTokenPredictions:
         default_text: the text that the page shows first by default.
     """
 
-    kind = "language"
+    kind: Literal["language", "encoder"] = "language"
     default_text = (
         "Dr. Imogen Vassilakis found the key under the door. Nobody had seen it before. The next morning Dr. Imogen"
     )
@@ -405,11 +430,11 @@ class _NextTokenPredictions:
         logits: Tensor = model(**batch, use_cache=False).logits
         return logits
 
-    def describe_predictions(self, run: TextRun) -> dict[str, Any]:
+    def describe_predictions(self, run: TextRun) -> _Predictions:
         """Describe the predictions of the model on a text with all heads on: the loss of each token."""
-        return {"losses": _losses_after_none(run.losses_before), "sentences": [], "similarity": None}
+        return _Predictions(_losses_after_none(run.losses_before), [], None)
 
-    def compare_predictions(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
+    def compare_predictions(self, run: TextRun, predictions: Tensor, token: int | None) -> PredictionChange:
         """Compare the losses and the next tokens after a change of heads with those before it, for the page.
 
         Args:
@@ -425,6 +450,7 @@ class _NextTokenPredictions:
         ids = torch.cat([likeliest_tokens(row, NUM_LIKELIEST_TOKENS)[0] for row in rows]).unique()
         both = torch.stack([row.double().softmax(-1)[ids] for row in rows])
         order = both.amax(0).argsort(descending=True)
+        others_before, others_after = (1 - both.sum(1)).clamp(min=0).tolist()
         (divergence,) = round_all_for_json(kl_divergence(*rows)[None])
         return {
             "losses": losses,
@@ -436,7 +462,7 @@ class _NextTokenPredictions:
                 {"id": id_, "token": run.decode_next_token(id_, place), "before": p, "after": q}
                 for id_, p, q in zip(ids[order].tolist(), *both[:, order].tolist(), strict=True)
             ],
-            "others": dict(zip(("before", "after"), (1 - both.sum(1)).clamp(min=0).tolist(), strict=True)),
+            "others": {"before": others_before, "after": others_after},
             "similarity": None,
         }
 
@@ -456,7 +482,7 @@ class _NextTokenPredictions:
         losses = token_losses(predictions, run.batch["input_ids"].expand(num_copies, -1))
         return torch.cat([change[:, None], losses], 1).cpu()
 
-    def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
+    def describe_sweep(self, run: TextRun, measured: Tensor) -> SweepEffects:
         """Describe the effect of each head of a layer on the chosen token, and on the mean loss of the text.
 
         Args:
@@ -475,7 +501,7 @@ class _SentenceSimilarities:
     The attributes and the arguments of the methods are those of the task of a language model.
     """
 
-    kind = "encoder"
+    kind: Literal["language", "encoder"] = "encoder"
     default_text = "The cat sleeps on the sofa.\nA kitten lies on the couch.\nThe bank raised its interest rate."
     min_sentences = 3
 
@@ -495,18 +521,23 @@ class _SentenceSimilarities:
         states, mask = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
         return normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
-    def describe_predictions(self, run: TextRun) -> dict[str, Any]:
+    def describe_predictions(self, run: TextRun) -> _Predictions:
         """Describe the similarities of the sentences with all heads on."""
-        return {
-            "losses": [],
-            "sentences": _lines_with_text(run.text),
-            "similarity": _cosine_similarities(run.predictions_before).tolist(),
-        }
+        similarity = _cosine_similarities(run.predictions_before).tolist()
+        return _Predictions([], _lines_with_text(run.text), similarity)
 
-    def compare_predictions(self, run: TextRun, predictions: Tensor, token: int | None) -> dict[str, Any]:
+    def compare_predictions(self, run: TextRun, predictions: Tensor, token: int | None) -> PredictionChange:
         """Return the similarities after a change of heads, for the page."""
-        nothing = dict.fromkeys(("losses", "predictions", "worse", "at", "kl", "next", "others"))
-        return {**nothing, "similarity": _cosine_similarities(predictions).tolist()}
+        return {
+            "losses": None,
+            "predictions": None,
+            "worse": None,
+            "at": None,
+            "kl": None,
+            "next": None,
+            "others": None,
+            "similarity": _cosine_similarities(predictions).tolist(),
+        }
 
     def measure_effects(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
         """Return per copy the largest change of a similarity, with its sign: (copies, 1)."""
@@ -514,7 +545,7 @@ class _SentenceSimilarities:
         flat = (_cosine_similarities(predictions.unflatten(0, (num_copies, -1))) - before).flatten(1)
         return flat.gather(1, flat.abs().argmax(1, keepdim=True)).cpu()
 
-    def describe_sweep(self, run: TextRun, measured: Tensor) -> dict[str, Any]:
+    def describe_sweep(self, run: TextRun, measured: Tensor) -> SweepEffects:
         """Describe the largest change of a similarity without each head of a layer."""
         return {"effects": round_all_for_json(measured[:, 0]), "losses": None}
 

@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from multihead.errors import ArgumentError, InputError
 from multihead.locale.texts import check_language
+from multihead.viewer.page_types import TrialChange
 from multihead.viewer.query_params import NotFoundError, parse_number
 from multihead.viewer.responses import floats_response, page_response
 from multihead.viewer.security import json_response
@@ -68,7 +69,7 @@ class TrialSite(WebSite):
         factors, place = parse_head_factors(request.query_params.get("heads", "")), _requested_token(request)
         lang = self._requested_language(request)
 
-        def compare(run: TextRun, is_cancelled: IsCancelled) -> dict[str, Any]:
+        def compare(run: TextRun, is_cancelled: IsCancelled) -> TrialChange:
             return self.trial.change_heads(run, factors, place, is_cancelled, lang=lang)
 
         return json_response(await self._compute_on_text(request, compare))

@@ -1,9 +1,10 @@
 // The maps of every head over training. Everything else on the page needs no script.
 import { bitmap, dark, palette } from '../../multihead/viewer/static/shared/colour.js';
-import { el, translate } from '../../multihead/viewer/static/shared/dom.js';
+import { el, elementIn, elementsIn, translate } from '../../multihead/viewer/static/shared/dom.js';
 import { tickedRamp } from '../../multihead/viewer/static/shared/legend.js';
 import { exact } from '../../multihead/viewer/static/shared/numbers.js';
 
+/** @type {LabData} */
 const D = JSON.parse(document.getElementById('data').textContent);
 const SCALE = 'root';
 const headsName = n => (n === 1 ? translate('1 head') : translate('heads', { n }));
@@ -32,44 +33,63 @@ function measures(task, look) {
 }
 
 function show(box, task, chosen) {
-  const course = task.courses.find(one => one.heads === chosen),
-    causal = task.name === 'induction';
+  const course = task.courses.find(one => one.heads === chosen);
   const line = el('p', { className: 'note num', role: 'status', textContent: translate('point') });
-  const last = course.moments[course.moments.length - 1];
+  const label = `${document.getElementById('h-' + task.name).textContent} ${headsName(chosen)}`;
+  const grid = gridOf(task, course, line);
+  const scroll = el('div', { className: 'scroll', tabIndex: 0, role: 'region', 'aria-label': label }, grid);
+  box.dataset.heads = chosen;
+  elementIn(document, `[data-note="${task.name}"]`).textContent = task.note;
+  box.replaceChildren(el('div', { className: 'bar' }, choiceOfHeads(box, task, chosen), ramp()), scroll, line);
+}
+
+// The maps of each head at each step, and its measures at the end; `line` says which weight is under the pointer.
+function gridOf(task, course, line) {
+  const { moments } = course;
   const grid = el(
     'div',
     { className: 'heads' },
     el('span'),
-    ...course.moments.map(moment =>
-      el('span', { className: 'hd num', textContent: translate('step', { n: moment.step }) }),
-    ),
+    ...moments.map(({ step }) => el('span', { className: 'hd num', textContent: translate('step', { n: step }) })),
     el('span', { className: 'hd end', textContent: translate('at the end') }),
   );
-  grid.style.setProperty('--n', course.moments.length);
-  last.looks.forEach((look, i) => {
-    const name = causal ? translate('layer head', look) : translate('only head', look);
-    grid.append(el('span', { className: 'nm', textContent: name }));
-    for (const moment of course.moments) {
-      const rows = moment.looks[i].picture,
-        map = picture(rows, causal);
-      map.setAttribute('aria-label', `${name}, ${translate('step', { n: moment.step })}`);
-      map.onpointermove = event => {
-        const row = Math.min(rows.length - 1, Math.floor((event.offsetY / map.clientHeight) * rows.length));
-        const column = Math.min(rows[0].length - 1, Math.floor((event.offsetX / map.clientWidth) * rows[0].length));
-        const weight = causal && column > row ? translate('hidden') : exact(rows[row][column] / 1000);
-        const from = causal ? 0 : 1;
-        line.textContent =
-          `${name}, ${translate('step', { n: moment.step })} · ` +
-          translate(causal ? 'value induction' : 'value lookup', { row: row + from, column: column + from, weight });
-      };
-      map.onpointerleave = () => {
-        line.textContent = translate('point');
-      };
-      grid.append(map);
-    }
-    grid.append(measures(task, look));
+  grid.style.setProperty('--n', String(moments.length));
+  moments.at(-1).looks.forEach((look, i) => {
+    const name = translate(isCausal(task) ? 'layer head' : 'only head', look);
+    grid.append(
+      el('span', { className: 'nm', textContent: name }),
+      ...moments.map(moment => mapOf(task, moment, i, name, line)),
+      measures(task, look),
+    );
   });
-  const choice = el(
+  return grid;
+}
+
+const isCausal = task => task.name === 'induction';
+
+// The map of head i at a step.
+function mapOf(task, { step, looks }, i, name, line) {
+  const causal = isCausal(task);
+  const rows = looks[i].picture;
+  const map = picture(rows, causal);
+  const title = `${name}, ${translate('step', { n: step })}`;
+  const from = causal ? 0 : 1; // the number of the first row
+  map.setAttribute('aria-label', title);
+  map.onpointermove = event => {
+    const row = Math.min(rows.length - 1, Math.floor((event.offsetY / map.clientHeight) * rows.length));
+    const column = Math.min(rows[0].length - 1, Math.floor((event.offsetX / map.clientWidth) * rows[0].length));
+    const weight = causal && column > row ? translate('hidden') : exact(rows[row][column] / 1000);
+    const place = { row: row + from, column: column + from, weight };
+    line.textContent = `${title} · ` + translate(causal ? 'value induction' : 'value lookup', place);
+  };
+  map.onpointerleave = () => {
+    line.textContent = translate('point');
+  };
+  return map;
+}
+
+const choiceOfHeads = (box, task, chosen) =>
+  el(
     'div',
     { className: 'seg', role: 'group', 'aria-label': translate('choose heads') },
     ...task.courses.map(one =>
@@ -78,31 +98,17 @@ function show(box, task, chosen) {
         'aria-pressed': String(one.heads === chosen),
         onclick: () => {
           show(box, task, one.heads);
-          box.querySelector('[aria-pressed=true]').focus();
+          elementIn(box, '[aria-pressed=true]').focus();
         },
       }),
     ),
   );
-  const scroll = el(
-    'div',
-    {
-      className: 'scroll',
-      tabIndex: 0,
-      role: 'region',
-      'aria-label': `${document.getElementById('h-' + task.name).textContent} ${headsName(chosen)}`,
-    },
-    grid,
-  );
-  box.dataset.heads = chosen;
-  document.querySelector(`[data-note="${task.name}"]`).textContent = task.note;
-  box.replaceChildren(el('div', { className: 'bar' }, choice, ramp()), scroll, line);
-}
 
 function draw() {
   palette();
-  for (const box of document.querySelectorAll('.looks')) {
-    const task = D.tasks.find(one => one.name === box.dataset.task),
-      heads = task.courses.map(one => one.heads);
+  for (const box of elementsIn(document, '.looks')) {
+    const task = D.tasks.find(one => one.name === box.dataset.task);
+    const heads = task.courses.map(one => one.heads);
     show(box, task, +box.dataset.heads || (heads.includes(2) ? 2 : heads[0]));
   }
 }

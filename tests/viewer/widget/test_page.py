@@ -20,8 +20,8 @@ def test_the_module_holds_every_script_of_the_viewer_once() -> None:
 
 
 def test_the_widget_provides_all_that_the_scripts_take_from_their_host() -> None:
-    host = read_package_file("viewer/widget/static/widget.js").partition("const host = {")[2].partition("\n  };")[0]
-    given = set(re.findall(r"^    (\w+):", host, re.MULTILINE))
+    host = read_package_file("viewer/widget/static/widget.js").partition("  host() {")[2].partition("\n    };")[0]
+    given = set(re.findall(r"^      (\w+):", host, re.MULTILINE))
     assert given == {
         name for path in HOSTS for name in re.findall(r"^export const (\w+)", read_package_file(path), re.MULTILINE)
     }

@@ -4,7 +4,7 @@ import { $, el, NBSP, translate } from '../shared/dom.js';
 import { kindTags } from '../shared/kinds.js';
 import { known } from '../shared/numbers.js';
 import { withUnit } from '../shared/statistics.js';
-import { FURTHER, PART, quoted, setText, SPECIAL } from '../shared/tokens.js';
+import { FURTHER, PART, quoted, SPECIAL, setText } from '../shared/tokens.js';
 import { columnOf, D, kindsOf, LIST, summarised, TWO } from './record.js';
 
 const writer = id =>
@@ -25,8 +25,8 @@ export function bars(id, i, run) {
 }
 
 export function distribution(id, i) {
-  const ends = D.axes[id][i],
-    write = writer(id);
+  const ends = D.axes[id][i];
+  const write = writer(id);
   return [
     ...D.runs.map((_, run) => bars(id, i, run)),
     el('div', { className: 'ends' }, ...ends.map(end => el('span', { textContent: write(end) }))),
@@ -34,8 +34,8 @@ export function distribution(id, i) {
 }
 
 function card(id, i, opened, choose) {
-  const one = summarised(id, 0, 'mean'),
-    rest = ['median', 'p95', 'max'].map(of => translate(`of short.${of}`, { n: summarised(id, 0, of).text(i) }));
+  const one = summarised(id, 0, 'mean');
+  const rest = ['median', 'p95', 'max'].map(of => translate(`of short.${of}`, { n: summarised(id, 0, of).text(i) }));
   const chance = new Set(D.runs.map((_, run) => summarised(id, run, 'mean').level(i)).filter(Boolean));
   const values = D.runs.map((_, run) => summarised(id, run, 'mean').text(i)).join(' → ');
   return el(
@@ -62,19 +62,19 @@ async function copy(command, box) {
 
 // One example: [value, place, position, key, token of the key, start, tokens, values].
 function example([value, place, position, key, keyToken, start, tokens, values], id, run, i, rank) {
-  const parts = tokens.map(token => D.words[token]),
-    special = tokens.map(token => D.special.includes(token)),
-    one = summarised(id, run),
-    end = one.percentage ? 1 : Math.max(D.axes[id][i][1], 1e-9);
+  const parts = tokens.map(token => D.words[token]);
+  const special = tokens.map(token => D.special.includes(token));
+  const one = summarised(id, run);
+  const end = one.percentage ? 1 : Math.max(D.axes[id][i][1], 1e-9);
   const text = {
     shown: parts.map(part => (part === FURTHER ? '' : part.trimStart())),
     gaps: parts.map((part, p) => (part.startsWith(' ') || special[p] || special[p - 1] ? ' ' : '')),
     flags: parts.map((part, p) => (special[p] ? SPECIAL : part === FURTHER ? PART : 0)),
     labels: parts,
   };
-  const box = el('p', { className: 'reading' }),
-    shown = el('div'),
-    spans = setText(box, text, 0, parts.length);
+  const box = el('p', { className: 'reading' });
+  const shown = el('div');
+  const spans = setText(box, text, 0, parts.length);
   const write = writer(id);
   spans.forEach((span, p) => {
     if (!known(values[p])) return;
@@ -91,8 +91,8 @@ function example([value, place, position, key, keyToken, start, tokens, values],
           }),
         ]
       : [];
-  const [before, between, after] = D.runs[run].command,
-    file = `example-${TWO ? 'AB'[run] + '-' : ''}${place.replace(':', '-')}.safetensors`;
+  const [before, between, after] = D.runs[run].command;
+  const file = `example-${TWO ? 'AB'[run] + '-' : ''}${place.replace(':', '-')}.safetensors`;
   const command = `${before}${place}${between}${file}${after}${file}`;
   return el(
     'li',
@@ -125,18 +125,16 @@ function side(id, run, i) {
 
 // Fill the page of head i with the examples of the statistic `opened`; choose(id) is called for those of another one.
 export function headPage(i, opened, choose) {
-  const label = withUnit(summarised(opened)),
-    sides = el('div', { className: 'sides' }, ...D.runs.map((_, run) => side(opened, run, i)));
-  sides.style.setProperty('--sides', D.runs.length);
+  const label = withUnit(summarised(opened));
+  const sides = el('div', { className: 'sides' }, ...D.runs.map((_, run) => side(opened, run, i)));
+  sides.style.setProperty('--sides', String(D.runs.length));
   const apart = TWO
     ? [el('p', { className: 'sub', textContent: translate('apart', { n: D.divergence[''][i]?.toFixed(3) ?? '–' }) })]
     : [];
-  const kinds = D.runs
-    .map((_, run) => kindsOf(i, run))
-    .map((named, run) =>
-      named.length ? [el('p', { className: 'sub' }, TWO ? `${'AB'[run]}: ` : '', kindTags(named))] : [],
-    )
-    .flat();
+  const kinds = D.runs.flatMap((_, run) => {
+    const named = kindsOf(i, run);
+    return named.length ? [el('p', { className: 'sub' }, TWO ? `${'AB'[run]}: ` : '', kindTags(named))] : [];
+  });
   $('head').replaceChildren(
     el(
       'div',

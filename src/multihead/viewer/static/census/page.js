@@ -1,6 +1,6 @@
 // Start the page of a census, and show one of two views: all heads by one statistic, or one head.
-import { dark, palette, paint, tone } from '../shared/colour.js';
-import { $, el, translate } from '../shared/dom.js';
+import { dark, paint, palette, tone } from '../shared/colour.js';
+import { $, el, elementAround, elementIn, isTyped, translate } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
 import { drawHeads } from '../shared/headgrid.js';
 import { chanceWords, helpButton } from '../shared/help.js';
@@ -8,7 +8,7 @@ import { keys } from '../shared/keys.js';
 import { kindChips, kindNames, kindTags } from '../shared/kinds.js';
 import { known } from '../shared/numbers.js';
 import { definitions, numbersTable, statisticScale, withUnit } from '../shared/statistics.js';
-import { showRows, table } from '../shared/table.js';
+import { showRows, showTable } from '../shared/table.js';
 import { fittedToWindow, whenWidthChanges } from '../shared/window.js';
 import { bars, distribution, headPage } from './head.js';
 import {
@@ -20,8 +20,8 @@ import {
   shownStatistic,
   state,
   summarised,
-  tableStatistics,
   TWO,
+  tableStatistics,
 } from './record.js';
 
 let shownHead = -1;
@@ -35,7 +35,7 @@ function choice(name, label, options, chosen, choose) {
       onchange: event => {
         choose(event.target.value);
         overview();
-        document.querySelector(`select[name=${name}]`).focus();
+        elementIn(document, `select[name=${name}]`).focus();
       },
     },
     ...options.map(([value, textContent]) => el('option', { value, textContent, selected: value === chosen })),
@@ -81,9 +81,9 @@ function choices() {
 }
 
 function cell(one, i, end, wide) {
-  const value = one.values[i],
-    [kind] = kindsOf(i),
-    box = el('span', { className: known(value) ? 'cell' : 'cell none', ...(kind && { k: kind }) });
+  const value = one.values[i];
+  const [kind] = kindsOf(i);
+  const box = el('span', { className: known(value) ? 'cell' : 'cell none', ...(kind && { k: kind }) });
   if (!known(value)) return box;
   if (state.shows === 'difference') paint(box, 0.5 - value / end / 2, 'apart');
   else paint(box, tone('linear', value, end));
@@ -111,11 +111,11 @@ function dim() {
 }
 
 function grid() {
-  const box = $('grid'),
-    held = box.contains(document.activeElement),
-    one = shownStatistic(),
-    end = ends(one),
-    shape = fittedToWindow(LIST, box);
+  const box = $('grid');
+  const held = box.contains(document.activeElement);
+  const one = shownStatistic();
+  const end = ends(one);
+  const shape = fittedToWindow(LIST, box);
   drawHeads(box, LIST, shape, i => {
     const link = el(
       'a',
@@ -134,7 +134,7 @@ function grid() {
     return link;
   });
   dim();
-  if (held) box.querySelector(`[data-i="${state.lit}"]`).focus();
+  if (held) elementIn(box, `[data-i="${state.lit}"]`).focus();
   const signed = state.shows === 'difference';
   const marks = (
     signed
@@ -168,9 +168,9 @@ function inspect(i) {
 }
 
 function headsTable() {
-  const statistics = tableStatistics(),
-    described = i => ({ ...LIST.heads[i], kinds: kindsOf(i), path: LIST.layer(i).name, role: '', aligned: false });
-  table({
+  const statistics = tableStatistics();
+  const described = i => ({ ...LIST.heads[i], kinds: kindsOf(i), path: LIST.layer(i).name, role: '', aligned: false });
+  showTable({
     kinds: LIST.heads.map((_, i) => kindsOf(i)),
     statistics,
     link: i => el('a', { href: addressOf(i), textContent: LIST.short(i) }),
@@ -198,14 +198,14 @@ function findings() {
   }
   $('finds').replaceChildren(
     ...D.findings.map(({ layer, head, statistic, sentence, count }) => {
-      const i = LIST.index(layer, head),
-        words = el(
-          'p',
-          {},
-          el('b', { textContent: LIST.long(i) }),
-          translate('join.sentences') + sentence,
-          el('small', { textContent: count }),
-        );
+      const i = LIST.index(layer, head);
+      const words = el(
+        'p',
+        {},
+        el('b', { textContent: LIST.long(i) }),
+        translate('join.sentences') + sentence,
+        el('small', { textContent: count }),
+      );
       return el(
         'li',
         {},
@@ -254,7 +254,7 @@ function kindsFound({ label, found }, run) {
 
 function firstScreen() {
   findings();
-  $('found').style.setProperty('--sides', D.runs.length);
+  $('found').style.setProperty('--sides', String(D.runs.length));
   $('found').replaceChildren(...D.runs.map(kindsFound));
 }
 
@@ -275,9 +275,9 @@ const openHead = () =>
   });
 
 function route() {
-  const place = location.hash.match(/^#L(\d+)H(\d+)(?:\/(\w+))?$/),
-    i = place ? LIST.index(+place[1], +place[2]) : -1,
-    before = shownHead;
+  const place = location.hash.match(/^#L(\d+)H(\d+)(?:\/(\w+))?$/);
+  const i = place ? LIST.index(+place[1], +place[2]) : -1;
+  const before = shownHead;
   if (i < 0 && location.hash && location.hash !== '#' && before < 0) return; // a link inside the page of all heads
   if (i >= 0) opened = D.columns.some(one => one.id === place[3]) ? place[3] : D.own[i];
   shownHead = i;
@@ -288,14 +288,14 @@ function route() {
   if (i >= 0) {
     const held = $('head').contains(document.activeElement);
     openHead();
-    if (held) $('head').querySelector('.card[aria-pressed=true]').focus({ preventScroll: true });
+    if (held) elementIn($('head'), '.card[aria-pressed=true]').focus({ preventScroll: true });
     return;
   }
   if (before < 0) return;
   state.lit = before;
   overview();
   // The cell of the head whose page was left is in sight, and has the focus where keys are used.
-  const link = $('grid').querySelector(`[data-i="${before}"]`);
+  const link = elementIn($('grid'), `[data-i="${before}"]`);
   if (keys.used) link.focus({ preventScroll: true });
   link.scrollIntoView({ block: 'center' });
 }
@@ -307,7 +307,7 @@ function draw() {
 }
 
 addEventListener('keydown', event => {
-  if (/INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
+  if (isTyped(event)) return;
   if (event.key === 'Escape' && shownHead >= 0) {
     location.hash = '';
     return;
@@ -317,14 +317,14 @@ addEventListener('keydown', event => {
       ? /Left|Right/.test(event.key)
         ? LIST.moved(shownHead, event.key)
         : undefined
-      : $('grid').contains(event.target)
+      : elementAround(event, '#grid')
         ? LIST.moved(state.lit, event.key)
         : undefined;
   if (next === undefined) return;
   event.preventDefault();
   if (next < 0) return;
   if (shownHead >= 0) location.replace(addressOf(next));
-  else $('grid').querySelector(`[data-i="${next}"]`).focus();
+  else elementIn($('grid'), `[data-i="${next}"]`).focus();
 });
 addEventListener('hashchange', route);
 dark.addEventListener('change', draw);

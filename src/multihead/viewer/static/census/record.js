@@ -5,6 +5,7 @@ import { addLegend } from '../shared/kindlist.js';
 import { known } from '../shared/numbers.js';
 import { statistic } from '../shared/statistics.js';
 
+/** @type {CensusData} */
 export const D = JSON.parse(document.getElementById('data').textContent);
 export const TWO = D.runs.length > 1;
 addLegend(D.legend);
@@ -36,7 +37,7 @@ export const columnOf = id => D.columns.find(one => one.id === id);
 // Chance is that of the mean.
 export const summarised = (id, run = 0, of = state.of) =>
   statistic(columnOf(id), D.runs[run].numbers[id][of], undefined, of === 'mean' ? D.runs[run].chance[id] : undefined);
-const nats = { id: 'divergence', label: translate('divergence label'), unit: D.nats, format: '.3f' };
+const nats = { id: 'divergence', label: translate('divergence label'), unit: D.nats, format: '.3f', about: '' };
 
 // The statistic that the cells of the grid show, and whether its sign is shown: a difference.
 export function shownStatistic() {

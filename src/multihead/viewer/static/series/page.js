@@ -1,7 +1,7 @@
 // The page of a series: when heads became a kind, the heads at one step, a slider over the steps that can play, and one head over
 // all steps.
 import { dark, paint, palette, tone } from '../shared/colour.js';
-import { $, el, translate } from '../shared/dom.js';
+import { $, el, elementIn, translate } from '../shared/dom.js';
 import { drawHeads } from '../shared/headgrid.js';
 import { HeadList } from '../shared/headlist.js';
 import { chanceWords, helpButton } from '../shared/help.js';
@@ -13,16 +13,17 @@ import { definitions, described, numbersTable, statistic, statisticScale, withUn
 import { svg } from '../shared/svg.js';
 import { fittedToWindow, whenWidthChanges } from '../shared/window.js';
 
+/** @type {SeriesData} */
 const D = JSON.parse($('data').textContent);
-const LIST = new HeadList(D.layers),
-  LAST = D.steps.length - 1;
+const LIST = new HeadList(D.layers);
+const LAST = D.steps.length - 1;
 addLegend(D.legend);
 
 // The choice of the reader: the place of the step, the statistic, the kind whose heads alone are shown or '', and the head whose
 // line is drawn; while the film plays, its timer.
 const state = { at: LAST, id: D.columns[0].id, kind: '', lit: 0, timer: 0 };
-let wide = true,
-  cells = []; // whether a cell has room for its number
+let wide = true;
+let cells = []; // whether a cell has room for its number
 
 // A statistic of all heads at the step that is shown; a full bar is the end of its colour scale.
 const valuesOf = id => D.values[id][state.at];
@@ -40,9 +41,9 @@ const EVER = [...new Set(D.combinations.flat())]; // the kinds that some head ha
 const share = (id, value) => (value - D.ends[id][0]) / (D.ends[id][1] - D.ends[id][0]);
 
 function frameOfFilm() {
-  const one = shown(state.id),
-    step = count(D.steps[state.at]);
-  $('step').value = state.at;
+  const one = shown(state.id);
+  const step = count(D.steps[state.at]);
+  $('step').value = String(state.at);
   $('step').setAttribute('aria-valuetext', translate('step', { n: step }));
   $('at').textContent = translate('step of', { n: step, place: count(state.at + 1), all: count(D.steps.length) });
   cells.forEach((cell, i) => {
@@ -66,8 +67,8 @@ function frameOfFilm() {
 
 // The kinds of the heads at the step shown; a kind that no head has now keeps its button, so that nothing moves while the film plays.
 function chips() {
-  const box = $('chips'),
-    held = box.contains(document.activeElement) && document.activeElement.dataset.kind;
+  const box = $('chips');
+  const held = elementIn(box, ':focus')?.dataset.kind;
   kindChips(
     box,
     LIST.heads.map((_, i) => kindsOf(i)),
@@ -78,12 +79,12 @@ function chips() {
     },
     EVER,
   );
-  if (held) box.querySelector(`[data-kind=${held}]`).focus();
+  if (held) elementIn(box, `[data-kind=${held}]`).focus();
 }
 
 function grid() {
-  const box = $('grid'),
-    shape = fittedToWindow(LIST, box);
+  const box = $('grid');
+  const shape = fittedToWindow(LIST, box);
   wide = shape.cell >= 34;
   // A cell that scrolls below a mouse that rests is not chosen.
   const light = i => {
@@ -101,8 +102,8 @@ function grid() {
 }
 
 function legend() {
-  const one = shown(state.id),
-    [low, end] = D.ends[state.id];
+  const one = shown(state.id);
+  const [low, end] = D.ends[state.id];
   $('scale').replaceChildren(
     ...statisticScale(
       one,
@@ -121,8 +122,9 @@ const across = at => (D.steps[LAST] > D.steps[0] ? (D.steps[at] - D.steps[0]) / 
 
 // A head's line over the steps, from 0 to 1 in both directions; a step at which it was not observed is a gap.
 function line(i) {
-  const points = D.steps.map((_, at) => [across(at), D.values[state.id][at][i]]),
-    place = ([left, value]) => `${left.toFixed(4)} ${(1 - share(state.id, value)).toFixed(4)}`;
+  const points = D.steps.map((_, at) => [across(at), D.values[state.id][at][i]]);
+  const place = (/** @type {number[]} */ [left, value]) =>
+    `${left.toFixed(4)} ${(1 - share(state.id, value)).toFixed(4)}`;
   const course = points
     .map((point, at) => (known(point[1]) ? (at && known(points[at - 1][1]) ? 'L' : 'M') + place(point) : ''))
     .join('');
@@ -141,8 +143,8 @@ function line(i) {
   );
   drawn.onpointerdown = drawn.onpointermove = event => {
     if (event.type === 'pointermove' && !event.buttons) return;
-    const box = drawn.getBoundingClientRect(),
-      left = (event.clientX - box.left) / box.width;
+    const box = drawn.getBoundingClientRect();
+    const left = (event.clientX - box.left) / box.width;
     go(D.steps.reduce((best, _, at) => (Math.abs(across(at) - left) < Math.abs(across(best) - left) ? at : best), 0));
   };
   return [
@@ -160,11 +162,11 @@ function line(i) {
 
 // The first kind of a head over the steps, as a strip of colours below its line; each step has half of the way to its neighbours.
 function strip(i) {
-  const border = at => (at < 0 ? 0 : at >= LAST ? 1 : (across(at) + across(at + 1)) / 2),
-    pieces = [];
+  const border = at => (at < 0 ? 0 : at >= LAST ? 1 : (across(at) + across(at + 1)) / 2);
+  const pieces = [];
   D.steps.forEach((_, at) => {
-    const [kind] = kindsAt(i, at),
-      before = pieces.at(-1);
+    const [kind] = kindsAt(i, at);
+    const before = pieces.at(-1);
     if (before?.kind === kind) before.end = border(at);
     else pieces.push({ kind, start: border(at - 1), end: border(at) });
   });
@@ -189,15 +191,15 @@ function strip(i) {
 
 // A change of a head as a sentence, whose step is a link that shows all heads there by the statistic of the kind; then(i) is called
 // after it.
-function sentence({ layer, head, kind, gained, step, at }, then = () => {}) {
-  const i = LIST.index(layer, head),
-    show = event => {
-      event.preventDefault();
-      choose(statisticOf(kind));
-      go(at);
-      inspect(i);
-      then(i);
-    };
+function sentence({ layer, head, kind, gained, step, at }, then = _head => {}) {
+  const i = LIST.index(layer, head);
+  const show = event => {
+    event.preventDefault();
+    choose(statisticOf(kind));
+    go(at);
+    inspect(i);
+    then(i);
+  };
   const part = {
     '{head}': () => el('b', { textContent: LIST.short(i) }),
     '{step}': () => el('a', { href: '#grid', textContent: translate('step', { n: count(step) }), onclick: show }),
@@ -287,8 +289,8 @@ function draw() {
 }
 
 $('statistic').append(...D.columns.map(one => el('option', { value: one.id, textContent: withUnit(one) })));
-$('statistic').onchange = event => choose(event.target.value);
-$('step').oninput = event => go(+event.target.value);
+$('statistic').onchange = () => choose($('statistic').value);
+$('step').oninput = () => go(+$('step').value);
 $('play').onclick = play;
 $('play').disabled = !LAST;
 $('grid').addEventListener('keydown', event => {

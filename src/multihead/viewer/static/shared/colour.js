@@ -40,8 +40,8 @@ export function palette() {
       .split(' ')
       .map(hex => [1, 3, 5].map(k => parseInt(hex.slice(k, k + 2), 16)));
     for (let i = 0; i < 256; i++) {
-      const place = (i / 255) * (stops.length - 1),
-        a = Math.min(stops.length - 2, Math.floor(place));
+      const place = (i / 255) * (stops.length - 1);
+      const a = Math.min(stops.length - 2, Math.floor(place));
       for (let c = 0; c < 3; c++) luts[name][i * 3 + c] = stops[a][c] + (stops[a + 1][c] - stops[a][c]) * (place - a);
     }
   }
@@ -63,13 +63,13 @@ export function css(role) {
 
 const place = t => Math.round(255 * Math.max(0, Math.min(1, t))) * 3;
 const pixel = (lut, t) => {
-  const k = place(t),
-    c = luts[lut];
+  const k = place(t);
+  const c = luts[lut];
   return ((255 << 24) | (c[k + 2] << 16) | (c[k + 1] << 8) | c[k]) >>> 0;
 };
 export const rgb = (lut, t) => {
-  const k = place(t),
-    c = luts[lut];
+  const k = place(t);
+  const c = luts[lut];
   return `rgb(${c[k]},${c[k + 1]},${c[k + 2]})`;
 };
 export const tone = (scale, w, top) => (w > 0 ? Math.max(0, Math.min(1, SCALES[scale].at(w, top))) : 0);
@@ -91,18 +91,18 @@ export function paint(span, t, lut = 'ink') {
 
 // A colour for each possible upper half of a float: sign, exponent and nine bits of the fraction. One step is smaller
 // than a tone, so a cell costs one look-up instead of a logarithm.
-const SHIFT = 14,
-  tables = new Map();
+const SHIFT = 14;
+const tables = new Map();
 function table(lut, scale, top) {
-  const key = scale === 'log' ? `${lut} log` : `${lut} ${scale} ${top}`,
-    kept = tables.get(key);
+  const key = scale === 'log' ? `${lut} log` : `${lut} ${scale} ${top}`;
+  const kept = tables.get(key);
   if (kept?.turn === turn) return kept.colours;
-  const half = 1 << (31 - SHIFT),
-    bits = new Uint32Array(half),
-    colours = new Uint32Array(half * 2);
+  const half = 1 << (31 - SHIFT);
+  const bits = new Uint32Array(half);
+  const colours = new Uint32Array(half * 2);
   for (let i = 0; i < half; i++) bits[i] = ((i << SHIFT) | (1 << (SHIFT - 1))) >>> 0;
-  const values = new Float32Array(bits.buffer),
-    infinite = 0x7f800000 >>> SHIFT;
+  const values = new Float32Array(bits.buffer);
+  const infinite = 0x7f800000 >>> SHIFT;
   for (let i = 0; i < infinite; i++) {
     const t = tone(scale, values[i], top);
     colours[i] = lut === 'ink' ? pixel('ink', t) : pixel('apart', 0.5 + t / 2);
@@ -118,10 +118,10 @@ export function bitmap({ rows, cols, values }, lut, scale, top) {
   const canvas = document.createElement('canvas');
   canvas.width = Math.max(1, cols);
   canvas.height = Math.max(1, rows);
-  const pen = canvas.getContext('2d'),
-    image = pen.createImageData(canvas.width, canvas.height);
-  const out = new Uint32Array(image.data.buffer),
-    colours = table(lut, scale, top);
+  const pen = canvas.getContext('2d');
+  const image = pen.createImageData(canvas.width, canvas.height);
+  const out = new Uint32Array(image.data.buffer);
+  const colours = table(lut, scale, top);
   const bits = new Uint32Array(values.buffer, values.byteOffset, values.length);
   for (let i = 0; i < rows * cols; i++) out[i] = colours[bits[i] >>> SHIFT];
   pen.putImageData(image, 0, 0);
@@ -142,9 +142,9 @@ export function sized(canvas, width, height) {
 }
 
 export function hatching(pen, size = 7) {
-  const ratio = devicePixelRatio || 1,
-    tile = document.createElement('canvas'),
-    side = Math.round(size * ratio);
+  const ratio = devicePixelRatio || 1;
+  const tile = document.createElement('canvas');
+  const side = Math.round(size * ratio);
   tile.width = tile.height = side;
   const line = tile.getContext('2d');
   line.strokeStyle = css('hatch');

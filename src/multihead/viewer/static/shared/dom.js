@@ -3,7 +3,47 @@ import { root, texts } from './host.js';
 import { colourOf } from './kindlist.js';
 
 export const NBSP = '\u00a0';
-export const $ = id => root.getElementById(id);
+
+/**
+ * The element of an id; which ids there are, and their elements, is known from the templates.
+ * @template {keyof ElementsById} Id
+ * @param {Id} id
+ * @returns {ElementsById[Id]}
+ */
+export const $ = id => /** @type {any} */ (root.getElementById(id)); // the host of a page finds any element
+
+/**
+ * The first element in a box that a selector matches.
+ * @param {ParentNode} box
+ * @param {string} selector
+ * @returns {HTMLElement}
+ */
+export const elementIn = (box, selector) => box.querySelector(selector);
+
+/**
+ * All elements in a box that a selector matches.
+ * @param {ParentNode} box
+ * @param {string} selector
+ * @returns {HTMLElement[]}
+ */
+export const elementsIn = (box, selector) => [...box.querySelectorAll(selector)].map(each => /** @type {any} */ (each));
+
+/**
+ * The nearest element at or around the place of an event that a selector matches.
+ * @param {Event} event
+ * @param {string} selector
+ * @returns {HTMLElement | null}
+ */
+export const elementAround = (event, selector) =>
+  event.target instanceof Element ? event.target.closest(selector) : null;
+
+/**
+ * Whether a key is pressed for the element that has the focus, which reads text or has keys of its own.
+ * @param {KeyboardEvent} event
+ */
+export const isTyped = event =>
+  elementAround(event, 'input, textarea, select') !== null || event.metaKey || event.ctrlKey || event.altKey;
+
 export const knows = key => Object.hasOwn(texts, key);
 
 // Return a text of the page in its language, with its {placeholders} filled in.
@@ -17,13 +57,20 @@ export function translate(key, values = {}) {
 export const waitingNote = () =>
   el('p', { className: 'note waiting', role: 'status' }, el('progress'), ' ', translate('comparing'));
 
-// Create an element with properties or attributes and children. k is a kind, whose colour it gets, v a share, 0 to 1.
+/**
+ * Create an element with properties or attributes and children. k is a kind, whose colour it gets, v a share, 0 to 1.
+ * @template {keyof HTMLElementTagNameMap} Tag
+ * @param {Tag} tag
+ * @param {Record<string, any>} [props]
+ * @param {...(Node | string)} children
+ * @returns {HTMLElementTagNameMap[Tag]}
+ */
 export function el(tag, props = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
     if (name === 'k') made.style.setProperty('--k', colourOf(value));
     else if (name === 'v')
-      made.style.setProperty('--v', Number.isFinite(value) ? Math.max(0, Math.min(1, value)).toFixed(4) : 0);
+      made.style.setProperty('--v', Number.isFinite(value) ? Math.max(0, Math.min(1, value)).toFixed(4) : '0');
     else if (name in made && !name.startsWith('aria')) made[name] = value;
     else made.setAttribute(name, value);
   }

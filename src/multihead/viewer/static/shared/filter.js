@@ -1,8 +1,8 @@
 // The filter of heads: words separated by spaces, all of which must match, such as L2, H7, L2H7, prev>40, entropy<2,
 // a kind, encoder, decoder, cross, alignment, or a part of the module path.
 import { translate } from './dom.js';
-import { kindName, roleName } from './kinds.js';
 import { LEGEND, statisticOf } from './kindlist.js';
+import { kindName, roleName } from './kinds.js';
 import { known } from './numbers.js';
 
 const lower = text => text.toLocaleLowerCase();
@@ -39,8 +39,8 @@ function names(text, { kinds, path, role, aligned }) {
 
 // Find a statistic by its label or name, the beginning of one, or the beginning of a part of its name.
 function statisticNamed(statistics, word) {
-  const called = one => [lower(one.label), one.id],
-    begins = each => each.startsWith(word);
+  const called = one => [lower(one.label), one.id];
+  const begins = each => each.startsWith(word);
   return (
     statistics.find(one => called(one).includes(word)) ??
     statistics.find(one => called(one).some(begins)) ??
@@ -53,8 +53,8 @@ function statisticNamed(statistics, word) {
 export function fits(filter, statistics, i, head) {
   const { l, h } = head;
   return words(filter).every(word => {
-    const place = placeIn(word),
-      bound = boundIn(word);
+    const place = placeIn(word);
+    const bound = boundIn(word);
     if (place) return (place[1] === undefined || +place[1] === l) && (place[2] === undefined || +place[2] === h);
     if (bound) {
       const one = statisticNamed(statistics, bound[1]);
@@ -73,10 +73,12 @@ export function unmatched(filter, statistics, unrecorded, heads) {
       name: one.id,
     });
   for (const word of words(filter)) {
-    const bound = boundIn(word),
-      name = bound ? bound[1] : word.replace(/[<>=].*/, '');
+    const bound = boundIn(word);
+    const name = bound ? bound[1] : word.replace(/[<>=].*/, '');
     if (placeIn(word) || (bound && statisticNamed(statistics, name)) || heads.some(head => names(word, head))) continue;
-    const kind = LEGEND.map(each => each.id).find(each => names(word, { kinds: [each], path: '' }));
+    const kind = LEGEND.map(each => each.id).find(each =>
+      names(word, { kinds: [each], path: '', role: '', aligned: false }),
+    );
     const absent = bound
       ? statisticNamed(unrecorded, name)
       : unrecorded.find(one => (kind ? one.id === statisticOf(kind) : [lower(one.label), one.id].includes(name)));

@@ -2,23 +2,23 @@
 import { el, translate } from './dom.js';
 import { roleName } from './kinds.js';
 
-const BETWEEN = 28,
-  WORDS = 30,
-  ROLES = 84; // pixels between columns, and of the labels of layers
+const BETWEEN = 28;
+const WORDS = 30;
+const ROLES = 84; // pixels between columns, and of the labels of layers
 const hasRoles = list => list.layers.some(layer => layer.role);
 
 // Choose the number of columns of layers and the size of a cell so that cells are as large as fits into the width and `high` pixels;
 // a phone has one column. list: a HeadList; low: the least pixels for `high`; largest: the largest cell.
 export function fitted(list, width, { phone, high = 0, low = 520, largest = 110 }) {
-  const layers = list.layers.length,
-    heads = list.widest,
-    tall = Math.max(low, high),
-    least = phone ? 20 : 16;
+  const layers = list.layers.length;
+  const heads = list.widest;
+  const tall = Math.max(low, high);
+  const least = phone ? 20 : 16;
   let best = { score: 0 };
   for (let columns = 1; columns <= (phone ? 1 : Math.min(4, layers)); columns++) {
-    const gap = heads > 16 || phone ? 3 : 5,
-      across = ((width - (columns - 1) * BETWEEN) / columns - (hasRoles(list) ? ROLES : WORDS)) / heads - gap,
-      down = tall / Math.ceil(layers / columns) - gap;
+    const gap = heads > 16 || phone ? 3 : 5;
+    const across = ((width - (columns - 1) * BETWEEN) / columns - (hasRoles(list) ? ROLES : WORDS)) / heads - gap;
+    const down = tall / Math.ceil(layers / columns) - gap;
     if (columns > 1 && across < least) break; // it would have to be scrolled
     const score = Math.min(largest, across, down);
     if (score > best.score * 1.15)
@@ -36,10 +36,10 @@ export function fitted(list, width, { phone, high = 0, low = 520, largest = 110 
 
 // Fill a box with the heads of a HeadList. shape: of `fitted`; cell(i): the element of head i; finish(row, layer) adds to the row of a
 // layer.
-export function drawHeads(box, list, shape, cell, finish = () => {}) {
-  const { cell: size, columns, gap, perColumn, phone } = shape,
-    step = size < 17 ? 4 : 1,
-    rows = [];
+export function drawHeads(box, list, shape, cell, finish = (_row, _layer) => {}) {
+  const { cell: size, columns, gap, perColumn, phone } = shape;
+  const step = size < 17 ? 4 : 1;
+  const rows = [];
   const letter = name => (size < 30 || phone ? '' : name);
   for (const [name, value] of Object.entries({
     '--cell': `${size}px`,
@@ -71,18 +71,18 @@ export function drawHeads(box, list, shape, cell, finish = () => {}) {
     );
   list.layers.forEach((layer, place) => {
     if (place % perColumn === 0) rows.push(heading(!place));
-    const role = roleName(layer.role),
-      label = el(
-        'span',
-        {
-          className: 'ax l',
-          role: 'rowheader',
-          title: layer.name,
-          'aria-label': ['L' + layer.number, role, layer.name].filter(Boolean).join(' '),
-        },
-        letter('L') + layer.number,
-        ...(role ? [el('small', { textContent: role })] : []),
-      );
+    const role = roleName(layer.role);
+    const label = el(
+      'span',
+      {
+        className: 'ax l',
+        role: 'rowheader',
+        title: layer.name,
+        'aria-label': ['L' + layer.number, role, layer.name].filter(Boolean).join(' '),
+      },
+      letter('L') + layer.number,
+      ...(role ? [el('small', { textContent: role })] : []),
+    );
     const row = el(
       'div',
       { className: 'gr', role: 'row' },

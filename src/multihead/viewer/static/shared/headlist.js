@@ -2,8 +2,9 @@
 // the model and its own number in the layer. Only some layers of a model may be there, and they may have different numbers of heads.
 import { NBSP, translate } from './dom.js';
 
+/** @template {HeadsOfLayer} Layer */
 export class HeadList {
-  // layers: number in the model, name, heads, and the role of those that have one.
+  /** @param {Layer[]} layers */
   constructor(layers) {
     this.layers = layers;
     this.heads = layers.flatMap(layer => Array.from({ length: layer.heads }, (_, h) => ({ l: layer.number, h })));
@@ -30,9 +31,9 @@ export class HeadList {
 
   // The head to which a key moves from head i in the grid, -1 at its border, undefined for other keys.
   moved(i, key) {
-    const { l, h } = this.heads[i],
-      layer = this.layer(i),
-      place = this.layers.indexOf(layer);
+    const { l, h } = this.heads[i];
+    const layer = this.layer(i);
+    const place = this.layers.indexOf(layer);
     const near = other => (other ? this.index(other.number, Math.min(h, other.heads - 1)) : -1);
     return {
       ArrowLeft: this.index(l, h - 1),

@@ -1,5 +1,5 @@
 // The list of keys and words of a page: opened by `?` and by a button.
-import { el, translate } from './dom.js';
+import { el, isTyped, translate } from './dom.js';
 import { pressed } from './host.js';
 
 // Return a button that opens the list. lines: [keys, name of a text] for each key; words: [word, text] for each word to explain.
@@ -7,8 +7,8 @@ export function helpButton(lines, words) {
   const entries = pairs =>
     el('dl', {}, ...pairs.flatMap(([name, text]) => [el('dt', {}, ...[name].flat()), el('dd', { textContent: text })]));
   const keys = names => names.flatMap(name => [el('kbd', { textContent: name }), ' ']);
-  const box = el('dialog', { className: 'help', 'aria-label': translate('help') }),
-    close = el('button', { className: 'btn', textContent: translate('close'), onclick: () => box.close() });
+  const box = el('dialog', { className: 'help', 'aria-label': translate('help') });
+  const close = el('button', { className: 'btn', textContent: translate('close'), onclick: () => box.close() });
   box.append(
     close,
     el('h2', { textContent: translate('keyboard') }),
@@ -31,15 +31,7 @@ export function helpButton(lines, words) {
   };
   box.addEventListener('keydown', event => event.stopPropagation()); // the page's keys rest while the list is open
   pressed(event => {
-    if (
-      event.key !== '?' ||
-      /INPUT|TEXTAREA|SELECT/.test(event.target.tagName) ||
-      event.metaKey ||
-      event.ctrlKey ||
-      event.altKey ||
-      !button.isConnected
-    )
-      return;
+    if (event.key !== '?' || isTyped(event) || !button.isConnected) return;
     event.preventDefault();
     open();
   });

@@ -1,6 +1,7 @@
 // The kinds of heads that a page knows, in the order of its legend: id, label, about, statistic, glyph, colour,
 // repeats, measured; on the page of a series also noun, what a head of the kind is called in a sentence.
 // They come with the data of a record; those of a second record are added.
+/** @type {KindDescription[]} */
 export const LEGEND = [];
 
 export const addLegend = kinds => LEGEND.push(...kinds.filter(kind => !LEGEND.some(each => each.id === kind.id)));

@@ -1,7 +1,7 @@
 // How kinds of heads are shown: names and glyphs. A glyph is a small picture of the kind's pattern on 12 x 12 units. A head has one
 // kind or more, the most specific first; the first one is its colour.
-import { el, translate } from './dom.js';
-import { glyphOf, isOutline, labelOf, LEGEND } from './kindlist.js';
+import { el, elementIn, translate } from './dom.js';
+import { glyphOf, isOutline, LEGEND, labelOf } from './kindlist.js';
 import { svg } from './svg.js';
 
 export const kindName = labelOf;
@@ -51,9 +51,9 @@ export const pathLine = (role, path) =>
 let onRepeats = false;
 export function kindChips(box, kinds, chosen, choose, kept = []) {
   const counts = LEGEND.map(({ id }) => [id, kinds.filter(each => each.includes(id)).length]).filter(
-      ([id, number]) => number || kept.includes(id),
-    ),
-    both = new Set(counts.map(([kind]) => isOutline(kind))).size > 1;
+    ([id, number]) => number || kept.includes(id),
+  );
+  const both = new Set(counts.map(([kind]) => isOutline(kind))).size > 1;
   if (chosen) onRepeats = isOutline(chosen);
   box.setAttribute('aria-label', translate('show kind'));
   const button = el('button', {
@@ -65,7 +65,7 @@ export function kindChips(box, kinds, chosen, choose, kept = []) {
     onclick: () => {
       onRepeats = !onRepeats;
       choose('');
-      box.querySelector('[role=switch]').focus();
+      elementIn(box, '[role=switch]').focus();
     },
   });
   box.replaceChildren(
@@ -81,12 +81,12 @@ export function kindChips(box, kinds, chosen, choose, kept = []) {
             'aria-pressed': String(chosen === kind),
             onclick: () => {
               choose(chosen === kind ? '' : kind);
-              box.querySelector(`[data-kind=${kind}]`).focus();
+              elementIn(box, `[data-kind=${kind}]`).focus();
             },
           },
           glyph(kind),
           kindName(kind) + ' ',
-          el('i', { textContent: number }),
+          el('i', { textContent: String(number) }),
         );
         chip.dataset.kind = kind;
         return chip;

@@ -4,8 +4,8 @@ import { el, NBSP, translate } from './dom.js';
 import { exact } from './numbers.js';
 
 export function ramp(lut, width, height = 10) {
-  const canvas = el('canvas', { 'aria-hidden': 'true' }),
-    pen = sized(canvas, width, height);
+  const canvas = el('canvas', { 'aria-hidden': 'true' });
+  const pen = sized(canvas, width, height);
   for (let x = 0; x < width; x++) {
     pen.fillStyle = rgb(lut, x / (width - 1));
     pen.fillRect(x, 0, 1, height);
@@ -15,8 +15,8 @@ export function ramp(lut, width, height = 10) {
 
 // A ramp with ticks at their positions; `top` is the end of the linear and the √ scale.
 export function tickedRamp(width, scale, top) {
-  const ticks = SCALES[scale].ticks(top),
-    at = w => tone(scale, w, top);
+  const ticks = SCALES[scale].ticks(top);
+  const at = w => tone(scale, w, top);
   // A label needs 30 pixels; the first one of the log scale is longer.
   const room = n => (n === 1 && scale === 'log' ? 90 : 30);
   const apart = ticks.filter(

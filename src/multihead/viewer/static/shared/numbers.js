@@ -9,6 +9,16 @@ export function roundedUp(value) {
   return [1, 2, 5, 10].find(m => m * ten >= value * 0.999) * ten;
 }
 
+/**
+ * The largest of some numbers, at least 0; NaN, such as a masked cell, is left out.
+ * @param {Iterable<number>} values
+ */
+export function largestOf(values) {
+  let top = 0;
+  for (const value of values) if (value > top) top = value;
+  return top;
+}
+
 // Add an index to `best`, the indices of the `most` largest values so far, the largest first.
 export function keepLargest(best, index, valueAt, most) {
   if (best.length === most && !(valueAt(index) > valueAt(best.at(-1)))) return;

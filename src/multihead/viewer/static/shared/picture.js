@@ -10,8 +10,8 @@ export function drawMap(pen, map, x, y, size, scale, top, lut = 'ink') {
 }
 
 export function mapPicture(map, size, scale, top, lut = 'ink') {
-  const canvas = el('canvas', { className: 'thumb', 'aria-hidden': 'true' }),
-    pen = sized(canvas, size, size);
+  const canvas = el('canvas', { className: 'thumb', 'aria-hidden': 'true' });
+  const pen = sized(canvas, size, size);
   pen.fillStyle = hatching(pen, size > 100 ? 7 : 4);
   pen.fillRect(0, 0, size, size);
   drawMap(pen, map, 0, 0, size, scale, top, lut);

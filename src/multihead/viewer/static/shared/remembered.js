@@ -1,7 +1,7 @@
 // Choices that the browser remembers for all pages: whether the first token is left out of painted texts.
 // Without storage (a private window, a sandbox) they last as long as the page.
-const kept = new Map(),
-  PREFIX = 'multihead ';
+const kept = new Map();
+const PREFIX = 'multihead ';
 
 export function remembered(name) {
   if (kept.has(name)) return kept.get(name);

@@ -11,13 +11,23 @@ function writer(format) {
   return form === 'g' ? v => v.toLocaleString('en', { maximumSignificantDigits: +digits, useGrouping: false }) : share;
 }
 
-// One statistic: values per head; full(i), if given, is the largest value possible for head i; chance, if known, is what
-// an even spread over the visible keys gives, per head.
+/**
+ * A statistic of all heads: its numbers as text, and how far its bars are filled.
+ * @typedef {ReturnType<typeof statistic>} Statistic
+ */
+
+/**
+ * One statistic.
+ * @param {Omit<ColumnDescription, 'focus'> & { focus?: boolean }} column
+ * @param {(number | null)[]} values per head
+ * @param {(head: number) => number} [full] the largest value possible for a head
+ * @param {(number | null)[]} [chance] what an even spread over the visible keys gives, per head
+ */
 export function statistic({ id, label, unit, format, about, focus = false }, values, full, chance = []) {
-  const show = writer(format),
-    percentage = format === 'share',
-    max = Math.max(1e-9, ...values.filter(known)),
-    top = percentage ? () => 1 : (full ?? (() => max));
+  const show = writer(format);
+  const percentage = format === 'share';
+  const max = Math.max(1e-9, ...values.filter(known));
+  const top = percentage ? () => 1 : (full ?? (() => max));
   return {
     id,
     label,

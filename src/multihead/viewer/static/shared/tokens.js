@@ -1,5 +1,5 @@
 // Lay out tokens as running text, one span per token, so that weights can colour it. tokens.py has escaped the tokens.
-import { el, translate } from './dom.js';
+import { el, elementAround, translate } from './dom.js';
 
 const MAX_CHARACTERS = 60; // shown of one token
 // Flags of a token, as in tokens.py.
@@ -9,8 +9,8 @@ export const PART = 4;
 export const FURTHER = '⤷'; // the name of a token that is a further part of a character
 
 // The direction of words is that of their first letter.
-const LETTER = /\p{L}/u,
-  RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
+const LETTER = /\p{L}/u;
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
 export const directionOfWords = words => (RIGHT_TO_LEFT.test(LETTER.exec(words)?.[0] ?? '') ? 'rtl' : 'ltr');
 const NAMED_CHARACTERS = /U\+[0-9A-F]{4}|<0x[0-9A-F]{2}>/g; // written by tokens.py, in Latin letters
 // The direction of a whole text, without its special tokens; a part of it has the same.
@@ -38,8 +38,8 @@ const joins = (text, p) =>
 // A special token is no part of the sentence around it; the others are ordered as the text is, so that the words of a sentence
 // in the other direction, and the pieces of a number, stay in their order.
 function span(text, p) {
-  const flags = text.flags[p],
-    token = text.shown[p];
+  const flags = text.flags[p];
+  const token = text.shown[p];
   const made = el(flags & SPECIAL ? 'bdi' : 'span', {
     className:
       'tk' +
@@ -57,8 +57,8 @@ function span(text, p) {
 // Fill a box with the tokens from `from` up to `to`, in the direction of the whole text; returns their spans.
 export function setText(box, text, from, to) {
   box.dir = directionOf(text);
-  const parts = [],
-    spans = [];
+  const parts = [];
+  const spans = [];
   for (let p = from; p < to; p++) {
     if (text.gaps[p] && p > from) parts.push(text.gaps[p]);
     spans.push(span(text, p));
@@ -88,12 +88,12 @@ export function choosable(box, spans, label, labels, chosen, choose) {
     span.tabIndex = p === Math.max(0, chosen) ? 0 : -1;
   });
   box.onclick = event => {
-    const span = event.target.closest('.asks');
+    const span = elementAround(event, '.asks');
     if (span) choose(+span.dataset.p);
   };
   box.onkeydown = event => {
-    const span = event.target.closest('.asks'),
-      place = spans.indexOf(span);
+    const span = elementAround(event, '.asks');
+    const place = spans.indexOf(span);
     const next =
       span &&
       spans[

@@ -1,15 +1,16 @@
 // The continuation of the text, with and without the heads: greedy tokens side by side, the words that differ marked.
-import { $, el, translate } from '../shared/dom.js';
+import { $, el, elementIn, translate } from '../shared/dom.js';
 import { directionOfWords } from '../shared/tokens.js';
 import { lines } from '../view/api.js';
 import { changeNamed } from './sentence.js';
 import { found, query, state } from './state.js';
 
 const LAST = 4; // words
-let control = null,
-  near = false,
-  wanted = '',
-  begun = '';
+const SIDES = /** @type {const} */ (['before', 'after']);
+let control = null;
+let near = false;
+let wanted = '';
+let begun = '';
 
 export function stopContinuation() {
   control?.abort();
@@ -22,8 +23,8 @@ const wordsOf = text => text.match(/\s*\S+/g) ?? [];
 
 // Return which words of each side are not part of the longest sequence that both have.
 function differing(a, b) {
-  const same = (x, y) => x.trim() === y.trim(),
-    table = Array.from({ length: a.length + 1 }, () => new Array(b.length + 1).fill(0));
+  const same = (x, y) => x.trim() === y.trim();
+  const table = Array.from({ length: a.length + 1 }, () => new Array(b.length + 1).fill(0));
   for (let i = a.length - 1; i >= 0; i--)
     for (let j = b.length - 1; j >= 0; j--)
       table[i][j] = same(a[i], b[j]) ? table[i + 1][j + 1] + 1 : Math.max(table[i + 1][j], table[i][j + 1]);
@@ -44,16 +45,16 @@ const ending = () => '… ' + wordsOf(state.text).slice(-LAST).join('').trim();
 function show(before, after, whole) {
   const sides = [before, after].map(tokens => wordsOf(tokens.join('')));
   const only = whole && state.heads.size ? differing(...sides) : [new Set(), new Set()];
-  ['before', 'after'].forEach((id, side) =>
+  SIDES.forEach((id, side) => {
     $(id).replaceChildren(
       el('span', { textContent: ending() }),
       ...sides[side].flatMap((word, n) =>
         only[side].has(n) ? [/^\s*/.exec(word)[0], el('mark', { textContent: word.trim() })] : [word],
       ),
-    ),
-  );
-  for (const id of ['before', 'after']) $(id).dir = directionOfWords(state.text);
-  $('further').querySelector('.both').classList.toggle('alone', !state.heads.size);
+    );
+  });
+  for (const id of SIDES) $(id).dir = directionOfWords(state.text);
+  elementIn($('further'), '.both').classList.toggle('alone', !state.heads.size);
 }
 
 // Ask for the continuation of the state when its place is near the window.
@@ -72,14 +73,15 @@ export function drawContinuation() {
 async function ask() {
   if (!near || begun === wanted) return;
   stopContinuation();
-  const mine = (control = new AbortController()),
-    sides = { before: [], after: [] };
+  const mine = new AbortController();
+  control = mine;
+  const sides = { before: [], after: [] };
   begun = wanted;
   $('going').textContent = translate('continuation now');
   try {
     await lines(`api/continuation?${query()}`, mine.signal, line => {
       if (mine !== control) return;
-      for (const side of ['before', 'after']) sides[side].push(...(line[side] ?? []));
+      for (const side of SIDES) sides[side].push(...(line[side] ?? []));
       show(sides.before, sides.after, !!line.done);
     });
     if (mine === control) $('going').textContent = translate('continuation note');

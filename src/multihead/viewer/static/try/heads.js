@@ -1,6 +1,6 @@
 // The grid of all heads: which are off or scaled, coloured by kind, by how much their maps changed, or by their effect.
 import { paint, tone } from '../shared/colour.js';
-import { $, el, translate } from '../shared/dom.js';
+import { $, el, elementAround, elementIn, translate } from '../shared/dom.js';
 import { drawHeads, fitted } from '../shared/headgrid.js';
 import { root } from '../shared/host.js';
 import { glyph, kindChips, kindName } from '../shared/kinds.js';
@@ -10,24 +10,24 @@ import { size } from '../view/host.js';
 import { headsNamed } from './sentence.js';
 import { changedHeads, commonFactor, factorOf, found, isOff, nameOf, state } from './state.js';
 
-const COLOURS = ['kind', 'changed', 'effect'],
-  HIGH = 270; // pixels
+const COLOURS = ['kind', 'changed', 'effect'];
+const HIGH = 270; // pixels
 export const effects = new Map(); // index of a head -> the effect of its absence on the chosen token
 export const shown = { colour: 'kind', kind: '', lit: 0 };
-let cells = [],
-  act = { set: () => {} };
+let cells = [];
+let act = { set: _heads => {} };
 
 // set(heads): called with the heads "layer.head" -> factor that a click asks for.
 export function listen(actions) {
   act = actions;
   $('grid').onclick = event => {
-    const cell = event.target.closest('.cell'),
-      label = event.target.closest('.ax.l');
+    const cell = elementAround(event, '.cell');
+    const label = elementAround(event, '.ax.l');
     if (cell) toggle(+cell.dataset.i, event.shiftKey);
-    if (label) toggle(+label.parentElement.querySelector('.cell').dataset.i, true);
+    if (label) toggle(+elementIn(label.parentElement, '.cell').dataset.i, true);
   };
   $('grid').onkeydown = event => {
-    const cell = event.target.closest('.cell');
+    const cell = elementAround(event, '.cell');
     if (!cell || event.ctrlKey || event.metaKey || event.altKey) return;
     const next = found.record.moved(+cell.dataset.i, event.key);
     if (next >= 0) cells[next].focus();
@@ -40,12 +40,12 @@ export function listen(actions) {
 }
 
 function toggle(i, layer) {
-  const { record } = found,
-    { l, h } = record.heads[i];
+  const { record } = found;
+  const { l, h } = record.heads[i];
   if (layer) switchAll(record.heads.map((_, n) => n).filter(n => record.heads[n].l === l));
   else {
-    const heads = new Map(state.heads),
-      name = nameOf({ l, h });
+    const heads = new Map(state.heads);
+    const name = nameOf({ l, h });
     if (!heads.delete(name)) heads.set(name, 0);
     act.set(heads);
   }
@@ -53,9 +53,9 @@ function toggle(i, layer) {
 
 // Switch heads off, or where all are off already, on.
 function switchAll(list) {
-  const heads = new Map(state.heads),
-    names = list.map(i => nameOf(found.record.heads[i])),
-    off = list.every(i => isOff(found.record.heads[i]));
+  const heads = new Map(state.heads);
+  const names = list.map(i => nameOf(found.record.heads[i]));
+  const off = list.every(i => isOff(found.record.heads[i]));
   for (const name of names)
     if (off) heads.delete(name);
     else heads.set(name, 0);
@@ -63,9 +63,9 @@ function switchAll(list) {
 }
 
 export function drawGrid() {
-  const { record } = found,
-    phone = size().width <= 640,
-    held = $('grid').contains(root.activeElement);
+  const { record } = found;
+  const phone = size().width <= 640;
+  const held = $('grid').contains(root.activeElement);
   if (shown.lit >= record.heads.length) shown.lit = 0;
   lit = -1;
   const shape = fitted(record, $('gridbox').clientWidth - 8, { phone, high: HIGH, low: 0, largest: phone ? 28 : 40 });
@@ -81,7 +81,7 @@ export function drawGrid() {
       },
       onblur: () => light(-1),
     });
-    made.dataset.i = i;
+    made.dataset.i = String(i);
     return made;
   });
   drawHeads($('grid'), record, shape, i => cells[i]);
@@ -102,21 +102,21 @@ const distanceOf = i => {
   const { l, h } = found.record.heads[i];
   return found.change.distances.find(one => one.layer === l)?.heads[h] ?? null;
 };
-const valueOf = i =>
+const shownValue = i =>
   shown.colour === 'changed' ? distanceOf(i) : shown.colour === 'effect' ? (effects.get(i) ?? null) : null;
 const factorText = factor => String(+factor.toPrecision(2));
 const effectText = value => signed(value, 2) || '0';
 
 // Paint every cell anew: a head that is off is a crossed hollow cell, a scaled one has its number.
 export function paintGrid() {
-  const { record } = found,
-    values = record.heads.map((_, i) => valueOf(i)),
-    end = roundedUp(Math.max(shown.colour === 'effect' ? 0.1 : 0.01, ...values.filter(known).map(Math.abs)));
+  const { record } = found;
+  const values = record.heads.map((_, i) => shownValue(i));
+  const end = roundedUp(Math.max(shown.colour === 'effect' ? 0.1 : 0.01, ...values.filter(known).map(Math.abs)));
   record.heads.forEach((head, i) => {
-    const cell = cells[i],
-      factor = factorOf(head),
-      value = values[i],
-      off = factor === 0;
+    const cell = cells[i];
+    const factor = factorOf(head);
+    const value = values[i];
+    const off = factor === 0;
     cell.className = [
       'cell',
       shown.colour,
@@ -153,10 +153,10 @@ export function paintGrid() {
 }
 
 function described(i) {
-  const { record } = found,
-    factor = factorOf(record.heads[i]),
-    distance = distanceOf(i),
-    effect = effects.get(i);
+  const { record } = found;
+  const factor = factorOf(record.heads[i]);
+  const distance = distanceOf(i);
+  const effect = effects.get(i);
   return [
     record.named(i),
     factor === 0
@@ -189,7 +189,7 @@ function colours() {
         'aria-pressed': String(name === shown.colour),
         onclick: () => {
           colourBy(name);
-          $('colours').querySelector('[aria-pressed=true]').focus();
+          elementIn($('colours'), '[aria-pressed=true]').focus();
         },
       }),
     ),
@@ -202,10 +202,10 @@ export function colourBy(name) {
 }
 
 function legend(end, values) {
-  const some = values.some(known),
-    width = Math.min(240, $('gridbox').clientWidth - 8),
-    note = key => el('div', { className: 'note', textContent: translate(key) }),
-    encoder = found.model.kind === 'encoder';
+  const some = values.some(known);
+  const width = Math.min(240, $('gridbox').clientWidth - 8);
+  const note = key => el('div', { className: 'note', textContent: translate(key) });
+  const encoder = found.model.kind === 'encoder';
   $('scale').replaceChildren(
     ...{
       kind: () => [],
@@ -236,8 +236,8 @@ function chips() {
   });
 }
 function kindOff() {
-  const { record } = found,
-    list = record.heads.map((_, i) => i).filter(i => record.allKinds[i].includes(shown.kind));
+  const { record } = found;
+  const list = record.heads.map((_, i) => i).filter(i => record.allKinds[i].includes(shown.kind));
   $('kindoff').hidden = !shown.kind;
   $('kindoff').textContent = translate(list.every(i => isOff(record.heads[i])) ? 'kind on' : 'kind off', {
     n: count(list.length),
@@ -250,7 +250,7 @@ function kindOff() {
 function scaling() {
   $('scaling').hidden = !state.heads.size;
   if (!state.heads.size) return;
-  $('factor').value = commonFactor() ?? [...state.heads.values()].at(-1);
+  $('factor').value = String(commonFactor() ?? [...state.heads.values()].at(-1));
   scalingNamed(commonFactor());
 }
 function scalingNamed(factor) {

@@ -18,11 +18,11 @@ import { chosen, commonFactor, copy, found, nameOf, placeAsked, query, read, sav
 import { forgetEffects, stopSweep, sweep, sweepButton, sweeping } from './sweep.js';
 import { drawWords, editing, focusToken } from './words.js';
 
-let running = new AbortController(),
-  good = null,
-  asked = '',
-  random = -1,
-  openEditor = () => {};
+let running = new AbortController();
+let good = null;
+let asked = '';
+let random = -1;
+let openEditor = () => {};
 const lang = frame.lang.slice(0, 2);
 
 function begin() {
@@ -57,12 +57,12 @@ async function go(change, { step = true } = {}) {
       record = new Sample(0, 0, words.grid);
     }
     const heads = new Map(
-        [...state.heads].filter(([name]) => {
-          const [l, h] = name.split('.').map(Number);
-          return record.has(l, h);
-        }),
-      ),
-      at = state.at < words.tokens.length - 1 ? state.at : -1;
+      [...state.heads].filter(([name]) => {
+        const [l, h] = name.split('.').map(Number);
+        return record.has(l, h);
+      }),
+    );
+    const at = state.at < words.tokens.length - 1 ? state.at : -1;
     Object.assign(state, { heads, at });
     const answer = await json(
       `api/change?${query({ lang, ...placeAsked(at < 0 ? words.tokens.length - 1 : at) })}`,
@@ -139,8 +139,8 @@ function buttons() {
   $('undo').disabled = !steps.length;
   $('allon').disabled = !state.heads.size;
   if (!found.record) return;
-  const strongest = strongestHeads(),
-    draws = randomHeads(Math.max(0, random));
+  const strongest = strongestHeads();
+  const draws = randomHeads(Math.max(0, random));
   $('strongest').hidden = !strongest.length;
   $('strongest').textContent = translate('strongest heads', { n: strongest.length });
   $('random').hidden = !draws.length;
@@ -149,8 +149,8 @@ function buttons() {
 const offMap = list => new Map(list.map(i => [nameOf(found.record.heads[i]), 0]));
 
 function foot() {
-  const { seconds, layers, whole, why_whole: why } = found.change,
-    factor = commonFactor();
+  const { seconds, layers, whole, why_whole: why } = found.change;
+  const factor = commonFactor();
   const ran = whole
     ? why
       ? translate('ran whole because', { why })
@@ -180,10 +180,10 @@ function foot() {
 function keyboard() {
   pressed(event => {
     if (event.target.matches('textarea, select, input:not([type=range])') || event.altKey || !found.record) return;
-    const control = event.ctrlKey || event.metaKey,
-      does = control
-        ? { z: undo }[event.key]
-        : { x: allOn, e: openEditor, Escape: sweeping() ? () => $('sweep').click() : undefined }[event.key];
+    const control = event.ctrlKey || event.metaKey;
+    const does = control
+      ? { z: undo }[event.key]
+      : { x: allOn, e: openEditor, Escape: sweeping() ? () => $('sweep').click() : undefined }[event.key];
     if (!does) return;
     event.preventDefault();
     does();
@@ -217,8 +217,8 @@ function listenAll() {
   $('strongest').onclick = () => setHeads(offMap(strongestHeads()));
   // Again for the next draw that differs; each is the same for everybody.
   $('random').onclick = () => {
-    const shown = String([...state.heads.keys()]),
-      drawn = n => offMap(randomHeads(n));
+    const shown = String([...state.heads.keys()]);
+    const drawn = n => offMap(randomHeads(n));
     let next = random + 1;
     while (next < random + 20 && String([...drawn(next).keys()]) === shown) next++;
     setHeads(drawn(next));
@@ -275,10 +275,12 @@ server.changed = () => {
 
 async function start() {
   palette();
-  const model = (found.model = await json('api/model')),
-    wanted = read(place.read());
+  /** @type {TrialModel} */
+  const model = await json('api/model');
+  const wanted = read(place.read());
+  found.model = model;
   view.lang = lang;
-  view.runs = [{ name: model.name, title: model.title, keep: 'all' }];
+  view.runs = [{ name: model.name, title: model.title, keep: 'all', texts: 1, comparable: false, samples: [] }];
   entitle(model.title + ' · multihead');
   $('facts').textContent = model.title;
   keyboard();

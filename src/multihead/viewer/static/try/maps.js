@@ -1,9 +1,9 @@
 // The heads of later layers whose maps changed most: each before, after, and the difference.
 import { rootEnd } from '../shared/colour.js';
-import { $, el, translate } from '../shared/dom.js';
+import { $, el, elementsIn, translate } from '../shared/dom.js';
 import { glyph } from '../shared/kinds.js';
 import { signedRamp, tickedRamp } from '../shared/legend.js';
-import { percent } from '../shared/numbers.js';
+import { largestOf, percent } from '../shared/numbers.js';
 import { mapPicture } from '../shared/picture.js';
 import { floats } from '../view/api.js';
 import { chosen, found, query, state } from './state.js';
@@ -12,16 +12,15 @@ const SIDE = 96; // pixels, and the most cells of a map
 let kept = []; // what is shown: { rows, cols, before, after, apart } per head
 
 const split = ({ shape: [, rows, cols], values }) => {
-  const before = values.slice(0, rows * cols),
-    after = values.slice(rows * cols);
+  const before = values.slice(0, rows * cols);
+  const after = values.slice(rows * cols);
   return { rows, cols, before, after, apart: after.map((w, n) => w - before[n]) };
 };
-const largest = (maps, of) =>
-  Math.max(0, ...maps.flatMap(one => of(one).reduce((top, w) => (Math.abs(w) > top ? Math.abs(w) : top), 0)));
+const largest = (maps, of) => largestOf(maps.map(one => largestOf(of(one).map(Math.abs))));
 
 function row([layer, head, distance]) {
-  const { record } = found,
-    i = record.index(layer, head);
+  const { record } = found;
+  const i = record.index(layer, head);
   const made = el(
     'div',
     { className: 'change', role: 'row' },
@@ -40,21 +39,21 @@ function row([layer, head, distance]) {
 }
 
 function paint() {
-  const rows = [...$('changes').querySelectorAll('.change:not(.heading)')],
-    single = found.words.tokens.length <= SIDE,
-    end = rootEnd(
-      largest(kept, one => one.before),
-      single,
-    ),
-    apart = rootEnd(
-      largest(kept, one => one.apart),
-      false,
-    );
+  const rows = elementsIn($('changes'), '.change:not(.heading)');
+  const single = found.words.tokens.length <= SIDE;
+  const end = rootEnd(
+    largest(kept, one => one.before),
+    single,
+  );
+  const apart = rootEnd(
+    largest(kept, one => one.apart),
+    false,
+  );
   kept.forEach((map, n) => {
-    const { rows: high, cols } = map,
-      [before, after, difference] = rows[n].querySelectorAll('.place'),
-      show = (box, values, lut) =>
-        box.replaceChildren(mapPicture({ rows: high, cols, values }, SIDE, 'root', lut === 'ink' ? end : apart, lut));
+    const { rows: high, cols } = map;
+    const [before, after, difference] = rows[n].querySelectorAll('.place');
+    const show = (box, values, lut) =>
+      box.replaceChildren(mapPicture({ rows: high, cols, values }, SIDE, 'root', lut === 'ink' ? end : apart, lut));
     show(before, map.before, 'ink');
     show(after, map.after, 'ink');
     show(difference, map.apart, 'apart');
@@ -73,9 +72,9 @@ export const repaintMaps = () => {
 
 // Show the rows at once, and each map as it arrives.
 export async function drawMaps(signal) {
-  const list = state.heads.size ? found.change.changed : [],
-    encoder = found.model.kind === 'encoder',
-    { sentence } = found.words.tokens[chosen()];
+  const list = state.heads.size ? found.change.changed : [];
+  const encoder = found.model.kind === 'encoder';
+  const { sentence } = found.words.tokens[chosen()];
   $('hm').textContent = translate(encoder && list.length ? 'maps changed of' : 'maps changed', { n: sentence + 1 });
   kept = [];
   $('mapscale').hidden = true;

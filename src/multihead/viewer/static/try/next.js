@@ -10,10 +10,10 @@ import { labelOf } from './words.js';
 const cell = (tag, className, textContent, more = {}) => el(tag, { className, textContent, ...more });
 
 export function drawNext() {
-  const { model, change, words } = found,
-    encoder = model.kind === 'encoder',
-    touched = state.heads.size > 0,
-    last = chosen() === words.tokens.length - 1;
+  const { model, change, words } = found;
+  const encoder = model.kind === 'encoder';
+  const touched = state.heads.size > 0;
+  const last = chosen() === words.tokens.length - 1;
   $('hn').textContent = encoder
     ? translate('similarity')
     : last
@@ -25,8 +25,8 @@ export function drawNext() {
 }
 
 function tokens() {
-  const { next, others } = found.change,
-    touched = state.heads.size > 0;
+  const { next, others } = found.change;
+  const touched = state.heads.size > 0;
   const row = (name, { before, after }, className) => {
     const bars = el(
       'td',
@@ -76,12 +76,12 @@ function tokens() {
 // The cosine similarity of each pair of sentences before, after, and the change.
 function similarities() {
   const {
-      words: { sentences, similarity: before },
-      change: { similarity: after },
-    } = found,
-    touched = state.heads.size > 0;
-  const all = after.map((row, a) => row.map((value, b) => value - before[a][b])),
-    end = Math.max(0.05, ...all.flat().map(Math.abs));
+    words: { sentences, similarity: before },
+    change: { similarity: after },
+  } = found;
+  const touched = state.heads.size > 0;
+  const all = after.map((row, a) => row.map((value, b) => value - before[a][b]));
+  const end = Math.max(0.05, ...all.flat().map(Math.abs));
   const matrix = (key, values, write, colour) =>
     el(
       'table',
@@ -105,8 +105,8 @@ function similarities() {
         ),
       ),
     );
-  const share = (made, value) => paint(made, tone('linear', value, 1)),
-    apart = (made, value) => paint(made, 0.5 + value / end / 2, 'apart');
+  const share = (made, value) => paint(made, tone('linear', value, 1));
+  const apart = (made, value) => paint(made, 0.5 + value / end / 2, 'apart');
   const list = el(
     'ol',
     { className: 'sentences' },

@@ -1,8 +1,8 @@
 // Sets of heads that one button switches off: the strongest induction heads, and a random draw to compare with.
 import { found } from './state.js';
 
-const MOST = 3,
-  INDUCTION = ['repeated_induction', 'induction']; // as measured on random repeats, or else on the text
+const MOST = 3;
+const INDUCTION = ['repeated_induction', 'induction']; // as measured on random repeats, or else on the text
 
 const induction = () =>
   (INDUCTION.map(kind => found.words.kinds[kind]).find(list => list?.length) ?? [])
@@ -21,10 +21,10 @@ function numbers(seed) {
 
 // The n-th draw: as many heads of each layer as the strongest induction heads have there, none of them an induction head.
 export function randomHeads(n) {
-  const { record } = found,
-    next = numbers(n),
-    left = new Set(induction()),
-    drawn = [];
+  const { record } = found;
+  const next = numbers(n);
+  const left = new Set(induction());
+  const drawn = [];
   record.allKinds.forEach((kinds, i) => {
     if (kinds.some(kind => INDUCTION.includes(kind))) left.add(i);
   });

@@ -14,8 +14,8 @@ export function headsNamed() {
   return heads.length === 1 ? found.record.short(heads[0]) : translate('heads', { n: heads.length });
 }
 export function changeNamed() {
-  const heads = headsNamed(),
-    factor = commonFactor();
+  const heads = headsNamed();
+  const factor = commonFactor();
   return factor === 0
     ? translate('without', { heads })
     : factor === null
@@ -33,9 +33,9 @@ function pairs(before, after) {
 }
 
 export function sentence() {
-  const { words, change, model } = found,
-    touched = state.heads.size > 0,
-    last = chosen() === words.tokens.length - 1;
+  const { words, change, model } = found;
+  const touched = state.heads.size > 0;
+  const last = chosen() === words.tokens.length - 1;
   let line;
   if (model.kind === 'encoder') {
     if (words.sentences.length < 2) line = translate('one sentence');
@@ -55,9 +55,9 @@ export function sentence() {
         : translate('most alike', { a: alike.a, b: alike.b, value: three(alike.before) });
     }
   } else {
-    const top = likeliest(change.next, 'before'),
-      now = likeliest(change.next, 'after'),
-      where = last ? translate('where next') : translate('where after', { token: quoted(labelOf(chosen())) });
+    const top = likeliest(change.next, 'before');
+    const now = likeliest(change.next, 'after');
+    const where = last ? translate('where next') : translate('where after', { token: quoted(labelOf(chosen())) });
     if (!touched) line = translate('expects', { token: quoted(top.token), where, share: short(top.before) });
     else {
       const most = now === top ? '' : translate('most', { token: quoted(now.token), share: short(now.after) });

@@ -2,9 +2,12 @@
 // and Undo goes back by one step.
 import { place } from '../view/host.js';
 
+/** @import { Sample } from '../view/record.js' */
+
 // heads: "layer.head" -> the factor of its output, 0 for off; at: the place of a token, -1 for the last one.
 export const state = { text: '', heads: new Map(), at: -1 };
 // What is known: the model; the answer on the text, and the record of its heads; the answer on the changed heads.
+/** @type {{ model: TrialModel, words: TrialText, record: Sample, change: TrialChange }} */
 export const found = { model: null, words: null, record: null, change: null };
 
 export const nameOf = ({ l, h }) => `${l}.${h}`;
@@ -20,15 +23,19 @@ export const commonFactor = () => {
 
 const written = heads => [...heads].map(([name, factor]) => (factor === 0 ? name : `${name}:${factor}`)).join(',');
 // The part of an address after "?" that asks about the state; more: other parameters.
-export const query = (more = {}) => new URLSearchParams({ text: state.text, heads: written(state.heads), ...more });
+/** @param {Record<string, string | number>} [more] */
+export const query = (more = {}) => {
+  const given = Object.entries({ text: state.text, heads: written(state.heads), ...more });
+  return new URLSearchParams(given.map(([name, value]) => [name, String(value)]));
+};
 // The place of a token as the server is asked about it; an encoder compares whole sentences.
 export const placeAsked = at => (found.model.kind === 'encoder' ? {} : { at });
 export const chosen = () => (state.at < 0 ? found.words.tokens.length - 1 : state.at);
 
 export function read(hash) {
-  const given = new URLSearchParams(hash.replace(/^#/, '')),
-    at = given.get('at') ?? '',
-    heads = new Map();
+  const given = new URLSearchParams(hash.replace(/^#/, ''));
+  const at = given.get('at') ?? '';
+  const heads = new Map();
   for (const [, name, factor] of (given.get('heads') ?? '').matchAll(/(\d+\.\d+)(?::(\d+(?:\.\d+)?))?/g))
     heads.set(name, Math.min(2, +(factor ?? 0)));
   return { text: given.get('text') ?? '', heads, at: /^\d+$/.test(at) ? +at : -1 };
@@ -40,7 +47,7 @@ export function save() {
     new URLSearchParams({
       text: state.text,
       ...(state.heads.size ? { heads: written(state.heads) } : {}),
-      ...(state.at >= 0 ? { at: state.at } : {}),
+      ...(state.at >= 0 ? { at: String(state.at) } : {}),
     });
   if (hash !== place.read()) place.replace(hash);
 }

@@ -20,16 +20,17 @@ export function forgetEffects() {
 }
 
 export function sweepButton() {
-  const encoder = found.model.kind === 'encoder',
-    seconds = Math.max(1, Math.round(found.words.sweep_seconds)),
-    time = seconds < 100 ? translate('seconds n', { n: seconds }) : translate('minutes n', { n: count(seconds / 60) });
+  const encoder = found.model.kind === 'encoder';
+  const seconds = Math.max(1, Math.round(found.words.sweep_seconds));
+  const time =
+    seconds < 100 ? translate('seconds n', { n: seconds }) : translate('minutes n', { n: count(seconds / 60) });
   $('sweep').textContent = control ? translate('stop') : translate(encoder ? 'sweep sentences' : 'sweep', { time });
   $('sweep').setAttribute('aria-pressed', String(control !== null));
 }
 
 function largestEffects() {
-  const { record } = found,
-    order = [...effects].sort(([, a], [, b]) => Math.abs(b) - Math.abs(a)).slice(0, STRONGEST);
+  const { record } = found;
+  const order = [...effects].sort(([, a], [, b]) => Math.abs(b) - Math.abs(a)).slice(0, STRONGEST);
   const heads = order
     .map(([i, value]) => `${record.short(i)}\u00a0${signed(value, 2) || '0'}`)
     .join(translate('join.comma'));
@@ -56,18 +57,19 @@ export async function sweep(begin, failed) {
     return;
   }
   begin();
-  const mine = (control = new AbortController()),
-    { record } = found;
+  const mine = new AbortController();
+  control = mine;
+  const { record } = found;
   effects.clear();
   colourBy('effect');
   sweepButton();
-  let last = null,
-    whole = null;
+  let last = null;
+  let whole = null;
   try {
     await lines(`api/sweep?${query({ heads: '', ...placeAsked(chosen()) })}`, mine.signal, line => {
       if (mine !== control) return;
       if (line.effects) {
-        line.effects.forEach((value, h) => effects.set(record.index(line.layer, h), value));
+        for (const [h, value] of line.effects.entries()) effects.set(record.index(line.layer, h), value);
         last = line;
         $('swept').textContent = translate('sweep progress', { done: line.done, total: line.total });
         paintGrid();

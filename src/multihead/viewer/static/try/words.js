@@ -3,13 +3,13 @@ import { rgb, tone } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { markedRamp } from '../shared/legend.js';
 import { count, known, roundedUp, signed } from '../shared/numbers.js';
-import { choosable, setText, SPECIAL } from '../shared/tokens.js';
+import { choosable, SPECIAL, setText } from '../shared/tokens.js';
 import { chosen, found, state } from './state.js';
 
 const LEAST = 0.5; // nats, the end of the scale of changes where all are smaller
 
-let layout = null,
-  spans = [];
+let layout = null;
+let spans = [];
 
 // Lay out the tokens of several sentences, each on its own line.
 function laidOut(tokens) {
@@ -31,19 +31,13 @@ function layoutOf({ model, words: { tokens }, record }) {
 }
 export const labelOf = p => layoutOf(found).labels[p];
 
-export function drawWords(choose) {
-  const { words, change } = found,
-    { tokens } = words,
-    box = $('words');
-  layoutOf(found);
-  spans = setText(box, layout, 0, tokens.length);
-  const losses = tokens.map(one => one.loss).filter(known),
-    top = roundedUp(Math.max(LEAST, ...losses));
-  const moved = tokens.map((one, p) =>
-      known(one.loss) && known(change.losses?.[p]) ? change.losses[p] - one.loss : null,
-    ),
-    end = roundedUp(Math.max(LEAST, ...moved.filter(known).map(Math.abs)));
-  const labels = tokens.map((one, p) =>
+// How the loss of each token changed; null where it is unknown.
+const changesOf = ({ words: { tokens }, change }) =>
+  tokens.map((one, p) => (known(one.loss) && known(change.losses?.[p]) ? change.losses[p] - one.loss : null));
+
+// The names of the tokens for screen readers and titles: the token, its loss, the change of its loss.
+const namesOf = (tokens, moved) =>
+  tokens.map((one, p) =>
     [
       layout.labels[p],
       known(one.loss) ? translate('loss of token', { loss: one.loss.toFixed(2) }) : '',
@@ -52,48 +46,56 @@ export function drawWords(choose) {
       .filter(Boolean)
       .join(translate('join.comma')),
   );
+
+export function drawWords(choose) {
+  const { tokens } = found.words;
+  const box = $('words');
+  layoutOf(found);
+  spans = setText(box, layout, 0, tokens.length);
+  const losses = tokens.map(one => one.loss).filter(known);
+  const top = roundedUp(Math.max(LEAST, ...losses));
+  const moved = changesOf(found);
+  const end = roundedUp(Math.max(LEAST, ...moved.filter(known).map(Math.abs)));
+  const labels = namesOf(tokens, moved);
   choosable(box, spans, translate('the text'), labels, chosen(), choose);
   spans.forEach((span, p) => {
-    span.classList.toggle('judged', known(tokens[p].loss));
-    span.style.setProperty(
-      '--loss',
-      known(tokens[p].loss) ? rgb('ink', tone('linear', tokens[p].loss, top)) : 'transparent',
-    );
+    const { loss } = tokens[p];
+    span.classList.toggle('judged', known(loss));
+    span.style.setProperty('--loss', known(loss) ? rgb('ink', tone('linear', loss, top)) : 'transparent');
     span.style.setProperty(
       '--change',
       moved[p] && state.heads.size ? rgb('apart', 0.5 - moved[p] / end / 2) : 'transparent',
     );
     span.title = labels[p];
   });
-  // Of a long text, the chosen place is in sight.
-  const at = spans[chosen()],
-    from = at.offsetTop - box.offsetTop;
-  if (from < box.scrollTop || from > box.scrollTop + box.clientHeight - 40) box.scrollTop = from - box.clientHeight / 2;
+  scrollToChosen(box);
   $('length').textContent = translate('tokens n', { n: count(tokens.length) });
   $('losses').hidden = !losses.length;
-  const nats = value => value + ' ' + translate('nats'),
-    legend = (name, ramp) => el('div', { className: 'measure' }, el('span', { textContent: translate(name) }), ramp);
-  $('losses').replaceChildren(
-    legend(
-      'loss',
-      markedRamp('ink', 120, [
-        [0, '0'],
-        [100, nats(top)],
-      ]),
-    ),
-    ...(state.heads.size
-      ? [
-          legend(
-            'loss changed',
-            markedRamp('apart', 120, [
-              [0, '+' + nats(end)],
-              [50, '0'],
-              [100, '−' + end],
-            ]),
-          ),
-        ]
-      : []),
-  );
+  $('losses').replaceChildren(...lossLegends(top, end));
+}
+
+// Of a long text, the chosen place is in sight.
+function scrollToChosen(box) {
+  const at = spans[chosen()];
+  const from = at.offsetTop - box.offsetTop;
+  if (from < box.scrollTop || from > box.scrollTop + box.clientHeight - 40) box.scrollTop = from - box.clientHeight / 2;
+}
+
+// The scales of the losses, which end at `top`, and of their changes, which end at `end`.
+function lossLegends(top, end) {
+  const nats = value => value + ' ' + translate('nats');
+  const legend = (name, marks, lut) =>
+    el('div', { className: 'measure' }, el('span', { textContent: translate(name) }), markedRamp(lut, 120, marks));
+  const losses = [
+    [0, '0'],
+    [100, nats(top)],
+  ];
+  const changes = [
+    [0, '+' + nats(end)],
+    [50, '0'],
+    [100, '−' + end],
+  ];
+  return [legend('loss', losses, 'ink'), ...(state.heads.size ? [legend('loss changed', changes, 'apart')] : [])];
 }
 export const focusToken = p => spans[p]?.focus();
 
@@ -140,7 +142,7 @@ export function editing(apply) {
   };
   $('leave').onpointerdown = event => event.preventDefault(); // the text is not applied because it loses the focus
   $('typed').onblur = event => {
-    if (!$('editing').contains(event.relatedTarget)) done();
+    if (!(event.relatedTarget instanceof Node && $('editing').contains(event.relatedTarget))) done();
   };
   $('typed').onkeydown = async event => {
     if (event.key === 'Enter' && (event.ctrlKey || event.metaKey)) {

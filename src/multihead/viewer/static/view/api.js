@@ -39,8 +39,8 @@ export async function json(path, signal) {
 
 // Fetch an array of float32, its shape, and the weights per cell of a map (rows, columns); NaN = absent cell.
 export async function floats(path, signal) {
-  const response = await answer(path, signal),
-    numbers = name => (response.headers.get(name) ?? '').split(',').map(Number);
+  const response = await answer(path, signal);
+  const numbers = name => (response.headers.get(name) ?? '').split(',').map(Number);
   return {
     shape: numbers('X-Shape'),
     block: numbers('X-Block'),

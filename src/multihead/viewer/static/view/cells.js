@@ -1,25 +1,29 @@
 // The cells in view at one level, from their tiles; while a tile is loading, from the next coarser level that is loaded.
+import { largestOf } from '../shared/numbers.js';
 import { SIDE, tile } from './tiles.js';
 
 const AWAIT = -1; // a cell that is not loaded yet
 
+/** @typedef {ReturnType<typeof range>} Span a range of cells */
+/** @typedef {ReturnType<typeof cells>} Cells the values of a range of cells, and whether all are loaded */
+
 // The range of cells at a level that a view covers: rows r0 up to r0 + rows, columns c0 up to c0 + cols; a cell covers
 // high x wide weights.
-export function range(layer, view, level) {
-  const [high, wide] = layer.blocks[level],
-    cut = (from, to, n, block) => [
-      Math.max(0, Math.floor(from / block)),
-      Math.min(Math.ceil(n / block), Math.ceil(to / block)),
-    ];
-  const [r0, r1] = cut(view.y, view.y + view.rows, layer.queries, high),
-    [c0, c1] = cut(view.x, view.x + view.cols, layer.keys, wide);
+export function range(/** @type {LayerDescription} */ layer, view, level) {
+  const [high, wide] = layer.blocks[level];
+  const cut = (from, to, n, block) => [
+    Math.max(0, Math.floor(from / block)),
+    Math.min(Math.ceil(n / block), Math.ceil(to / block)),
+  ];
+  const [r0, r1] = cut(view.y, view.y + view.rows, layer.queries, high);
+  const [c0, c1] = cut(view.x, view.x + view.cols, layer.keys, wide);
   return { level, high, wide, r0, c0, rows: Math.max(0, r1 - r0), cols: Math.max(0, c1 - c0) };
 }
 
 // The tiles of a range, those nearest to its middle first.
 export function tilesOf(where, span) {
-  const found = [],
-    middle = [(span.r0 + span.rows / 2) / SIDE - 0.5, (span.c0 + span.cols / 2) / SIDE - 0.5];
+  const found = [];
+  const middle = [(span.r0 + span.rows / 2) / SIDE - 0.5, (span.c0 + span.cols / 2) / SIDE - 0.5];
   for (let i = Math.floor(span.r0 / SIDE); i * SIDE < span.r0 + span.rows; i++) {
     for (let j = Math.floor(span.c0 / SIDE); j * SIDE < span.c0 + span.cols; j++)
       found.push({ ...where, level: span.level, i, j });
@@ -28,7 +32,7 @@ export function tilesOf(where, span) {
   return found.sort((a, b) => far(a) - far(b));
 }
 
-export function cells(where, layer, span) {
+export function cells(where, /** @type {LayerDescription} */ layer, span) {
   const values = new Float32Array(span.rows * span.cols).fill(AWAIT);
   let whole = true;
   for (const t of tilesOf(where, span)) {
@@ -39,8 +43,8 @@ export function cells(where, layer, span) {
       whole = false;
       // Where a map has several levels, each halves the sides of the one below it.
       for (let level = span.level + 1; level < layer.blocks.length; level++) {
-        const up = level - span.level,
-          above = { ...where, level, i: t.i >> up, j: t.j >> up };
+        const up = level - span.level;
+        const above = { ...where, level, i: t.i >> up, j: t.j >> up };
         if (tile(above)) {
           copy(values, span, rows, cols, above, up);
           break;
@@ -51,13 +55,20 @@ export function cells(where, layer, span) {
   return { ...span, values, whole };
 }
 
-function copy(out, span, [top, bottom], [left, right], t, up) {
-  const from = tile(t),
-    i0 = t.i * SIDE,
-    j0 = t.j * SIDE;
+/**
+ * Copy the cells of a tile, or of one `up` levels above, into those of a span.
+ * @param {number[]} rows first row and the row after the last
+ * @param {number[]} cols the same of the columns
+ */
+function copy(out, span, rows, cols, t, up) {
+  const [top, bottom] = rows;
+  const [left, right] = cols;
+  const from = tile(t);
+  const i0 = t.i * SIDE;
+  const j0 = t.j * SIDE;
   for (let r = top; r < bottom; r++) {
-    const row = ((r >> up) - i0) * from.cols,
-      at = (r - span.r0) * span.cols - span.c0;
+    const row = ((r >> up) - i0) * from.cols;
+    const at = (r - span.r0) * span.cols - span.c0;
     if (up) for (let c = left; c < right; c++) out[at + c] = from.values[row + (c >> up) - j0];
     else out.set(from.values.subarray(row + left - j0, row + right - j0), at + left);
   }
@@ -71,11 +82,7 @@ export function difference(a, b) {
   return { ...a, values, whole: a.whole && b.whole };
 }
 
-export function largest(one) {
-  let top = 0;
-  for (const v of one.values) if (v > top) top = v;
-  return top;
-}
+export const largest = one => largestOf(one.values);
 export function farthest(one) {
   let top = 0;
   for (const v of one.values)

@@ -6,11 +6,13 @@ import { json, sampleAt } from './api.js';
 import { toBoth } from './permalink.js';
 import { view } from './record.js';
 
-const kept = new Map(); // the answers, by run, sample and other run
-let other = -1,
-  turn = 0;
+/** @import { Sample } from './record.js' */
 
-export function changed(record) {
+const kept = new Map(); // the answers, by run, sample and other run
+let other = -1;
+let turn = 0;
+
+export function changed(/** @type {Sample} */ record) {
   const others = view.served ? view.runs.map((_, n) => n).filter(n => n !== record.run) : [];
   $('changedsec').hidden = !others.length;
   if (!others.length) return;
@@ -26,11 +28,12 @@ export function changed(record) {
     },
     ...others.map(n => el('option', { value: n, textContent: view.runs[n].name })),
   );
-  choice.value = other;
-  const key = `${record.run} ${record.sample} ${other}`,
-    mine = ++turn;
+  choice.value = String(other);
+  const key = `${record.run} ${record.sample} ${other}`;
+  const mine = ++turn;
   const rank = async () => {
     $('changed').replaceChildren(waitingNote());
+    /** @type {ChangedHeads} */
     const answer = await json(`${sampleAt(record.run, record.sample)}/changed/${key.split(' ')[2]}`).catch(error => ({
       error: error.message,
       heads: [],
@@ -54,84 +57,46 @@ const body = (columns, rows) =>
   );
 const said = sentences => sentences.map(sentence => el('p', { textContent: sentence }));
 
-// Heads of one model, on the same texts with their divergence; or the kinds of heads of two models.
-function show(record, { heads, kinds, every, sentences = [], all, sameTexts, error }) {
-  $('changednote').hidden = !sameTexts;
-  if (kinds) {
-    const rows = kinds.map(([kind, label, before, after]) =>
-      el(
-        'tr',
-        {},
-        el('th', { scope: 'row' }, el('span', { className: 'kind', k: kind }, label)),
-        el('td', { className: 't', textContent: before }),
-        el('td', { className: 't', textContent: after }),
-      ),
-    );
-    $('changed').replaceChildren(
-      ...said(sentences),
-      body(
-        [
-          ['kinds column', 't'],
-          ['in before', 't'],
-          ['in after', 't'],
-        ],
-        rows,
-      ),
-    );
-    return;
-  }
-  if (!heads.length) {
-    $('changed').replaceChildren(
-      ...said(sentences),
-      ...(error || !sentences.length
-        ? [el('p', { className: 'note', role: 'status', textContent: error || translate('no changed') })]
-        : []),
-    );
-    return;
-  }
-  const most = Math.max(...heads.map(one => one.divergence ?? 0)) || 1;
-  const columns = [
-    ['head column', 't'],
-    ...(sameTexts
-      ? [
-          ['divergence column', ''],
-          ['largest change', 't'],
-        ]
-      : [['change of texts', 't']]),
-    ['kinds column', 't'],
-  ];
-  const rows = heads.map(one => {
-    const link = el('a', {
-        href: toBoth(record.run, record.sample, one.layer, one.head, other),
-        textContent: record.short(record.index(one.layer, one.head)),
-      }),
-      [before, after] = one.kinds;
-    return el(
+function show(/** @type {Sample} */ record, answer) {
+  $('changednote').hidden = !answer.sameTexts;
+  if (answer.kinds) showKinds(answer);
+  else if (answer.heads.length) showHeads(record, answer);
+  else showNone(answer);
+}
+
+// Of two models, the kinds of their heads.
+function showKinds({ kinds, sentences }) {
+  const rows = kinds.map(([kind, label, before, after]) =>
+    el(
       'tr',
       {},
-      el('th', { scope: 'row' }, link),
-      ...(sameTexts
-        ? [
-            el(
-              'td',
-              {},
-              el('span', {
-                className: 'v',
-                v: (one.divergence ?? 0) / most,
-                textContent: one.divergence?.toFixed(3) ?? '–',
-              }),
-            ),
-          ]
-        : []),
-      el('td', { className: 't', textContent: one.change ? translate('changed statistic', one.change) : '' }),
-      el(
-        'td',
-        { className: 't' },
-        kindTags(before),
-        ...(kindNames(before) === kindNames(after) ? [] : [' → ', kindTags(after)]),
-      ),
-    );
-  });
+      el('th', { scope: 'row' }, el('span', { className: 'kind', k: kind }, label)),
+      el('td', { className: 't', textContent: before }),
+      el('td', { className: 't', textContent: after }),
+    ),
+  );
+  const columns = ['kinds column', 'in before', 'in after'].map(key => [key, 't']);
+  $('changed').replaceChildren(...said(sentences), body(columns, rows));
+}
+
+function showNone({ sentences = [], error }) {
+  const note = error || (sentences.length ? '' : translate('no changed'));
+  $('changed').replaceChildren(
+    ...said(sentences),
+    ...(note ? [el('p', { className: 'note', role: 'status', textContent: note })] : []),
+  );
+}
+
+// The heads of one model, on the same texts with their divergence, else with what clearly changed.
+function showHeads(/** @type {Sample} */ record, { heads, every, sentences, all, sameTexts }) {
+  const most = Math.max(...heads.map(one => one.divergence ?? 0)) || 1;
+  const measured = sameTexts
+    ? [
+        ['divergence column', ''],
+        ['largest change', 't'],
+      ]
+    : [['change of texts', 't']];
+  const columns = [['head column', 't'], ...measured, ['kinds column', 't']];
   const notes = [
     ...(heads.length < all ? [translate('changed shown', { n: count(heads.length), all: count(all) })] : []),
     ...(sameTexts ? [translate('changed bars', { n: most.toFixed(3) })] : []),
@@ -139,7 +104,34 @@ function show(record, { heads, kinds, every, sentences = [], all, sameTexts, err
   ];
   $('changed').replaceChildren(
     ...said(sentences),
-    body(columns, rows),
+    body(
+      columns,
+      heads.map(one => rowOf(record, one, sameTexts, most)),
+    ),
     ...(notes.length ? [el('p', { className: 'note', textContent: notes.join(translate('join.sentences')) })] : []),
+  );
+}
+
+// The row of a changed head; the bar of its divergence is full at `most`.
+function rowOf(/** @type {Sample} */ record, { layer, head, divergence, kinds, change }, sameTexts, most) {
+  const link = el('a', {
+    href: toBoth(record.run, record.sample, layer, head, other),
+    textContent: record.short(record.index(layer, head)),
+  });
+  const bar = () =>
+    el('span', { className: 'v', v: (divergence ?? 0) / most, textContent: divergence?.toFixed(3) ?? '–' });
+  const [before, after] = kinds;
+  return el(
+    'tr',
+    {},
+    el('th', { scope: 'row' }, link),
+    ...(sameTexts ? [el('td', {}, bar())] : []),
+    el('td', { className: 't', textContent: change ? translate('changed statistic', change) : '' }),
+    el(
+      'td',
+      { className: 't' },
+      kindTags(before),
+      ...(kindNames(before) === kindNames(after) ? [] : [' → ', kindTags(after)]),
+    ),
   );
 }

@@ -9,11 +9,11 @@ export function aspectOf({ queries, keys }) {
   const ratio = keys / queries;
   return ratio > 4 ? ratio / 4 : ratio < 1 / 4 ? ratio * 4 : 1;
 }
-const widest = layer => Math.max(layer.keys, layer.queries * aspectOf(layer));
+const widest = (/** @type {LayerDescription} */ layer) => Math.max(layer.keys, layer.queries * aspectOf(layer));
 
-export function clamp(layer) {
-  const aspect = aspectOf(layer),
-    max = widest(layer);
+export function clamp(/** @type {LayerDescription} */ layer) {
+  const aspect = aspectOf(layer);
+  const max = widest(layer);
   state.n = clamped(state.n > 0 ? state.n : max, Math.min(MIN_KEYS, max), max);
   state.x = clamped(state.x, 0, Math.max(0, layer.keys - state.n));
   state.y = clamped(state.y, 0, Math.max(0, layer.queries - state.n / aspect));
@@ -23,20 +23,25 @@ export function clamp(layer) {
 }
 
 // The part of the map in view: n keys across and as many queries as the pane is high.
-export const viewOf = layer => ({ x: state.x, y: state.y, cols: state.n, rows: state.n / aspectOf(layer) });
+export const viewOf = (/** @type {LayerDescription} */ layer) => ({
+  x: state.x,
+  y: state.y,
+  cols: state.n,
+  rows: state.n / aspectOf(layer),
+});
 
-export function zoom(factor, layer, at) {
-  const aspect = aspectOf(layer),
-    max = widest(layer),
-    x = at ? at[1] : state.x + state.n / 2,
-    y = at ? at[0] : state.y + state.n / aspect / 2;
-  const n = clamped(state.n * factor, Math.min(MIN_KEYS, max), max),
-    g = n / state.n;
+export function zoom(factor, /** @type {LayerDescription} */ layer, at) {
+  const aspect = aspectOf(layer);
+  const max = widest(layer);
+  const x = at ? at[1] : state.x + state.n / 2;
+  const y = at ? at[0] : state.y + state.n / aspect / 2;
+  const n = clamped(state.n * factor, Math.min(MIN_KEYS, max), max);
+  const g = n / state.n;
   Object.assign(state, { x: x - (x - state.x) * g, y: y - (y - state.y) * g, n });
   clamp(layer);
 }
 
-export function centre(layer, query, key, n = state.n) {
+export function centre(/** @type {LayerDescription} */ layer, query, key, n = state.n) {
   state.n = n;
   clamp(layer);
   state.x = key + 0.5 - state.n / 2;
@@ -44,33 +49,35 @@ export function centre(layer, query, key, n = state.n) {
   clamp(layer);
 }
 
-export function move(layer, right, down) {
+export function move(/** @type {LayerDescription} */ layer, right, down) {
   state.x += right;
   state.y += down / aspectOf(layer);
   clamp(layer);
 }
 
+/** @typedef {ReturnType<typeof panes>[number]} Pane a map on the stage */
+
 // The panes on a stage of width x height: one; or A, B and A - B in three of its four quarters; or, on a phone, A - B alone.
-export function panes(layer, width, height, { compare, long, margins }) {
-  const phone = width < 620,
-    two = compare && !phone,
-    across = two ? 2 : 1,
-    aspect = aspectOf(layer);
-  const left = phone ? 44 : long ? 104 : 96,
-    gap = 24,
-    strip = !margins ? 0 : phone ? 18 : 44,
-    right = 20 + strip,
-    bottom = 22 + strip;
+export function panes(/** @type {LayerDescription} */ layer, width, height, { compare, long, margins }) {
+  const phone = width < 620;
+  const two = compare && !phone;
+  const across = two ? 2 : 1;
+  const aspect = aspectOf(layer);
+  const left = phone ? 44 : long ? 104 : 96;
+  const gap = 24;
+  const strip = !margins ? 0 : phone ? 18 : 44;
+  const right = 20 + strip;
+  const bottom = 22 + strip;
   const top = phone ? (compare ? 64 : 46) : two ? (long ? 104 : 64) : 84;
   const ratio = clamped(Math.min(1, (layer.queries * aspect) / layer.keys), 0.25, 1);
-  const wide = (width - left - right - gap * (across - 1)) / across,
-    high = (height - across * (top + bottom)) / across;
-  const px = Math.floor(Math.max(80, Math.min(wide, high / ratio))),
-    py = Math.floor(px * ratio);
+  const wide = (width - left - right - gap * (across - 1)) / across;
+  const high = (height - across * (top + bottom)) / across;
+  const px = Math.floor(Math.max(80, Math.min(wide, high / ratio)));
+  const py = Math.floor(px * ratio);
   const start = Math.max(left, (width - across * px - gap * (across - 1) - left - right) / 2 + left);
-  const x = px / state.n,
-    y = x * aspect;
-  return (compare ? (phone ? ['d'] : ['a', 'b', 'd']) : ['a']).map((which, p) => ({
+  const x = px / state.n;
+  const y = x * aspect;
+  return (compare ? (phone ? ['d'] : ['a', 'b', 'd']) : ['a']).map(which => ({
     which,
     phone,
     two,
@@ -87,7 +94,7 @@ export function panes(layer, width, height, { compare, long, margins }) {
 }
 
 // The coarsest level whose cells are still about two screen pixels wide.
-export function levelFor(layer, cell) {
+export function levelFor(/** @type {LayerDescription} */ layer, cell) {
   const ratio = Math.min(2, devicePixelRatio || 1);
   let level = 0;
   while (level < layer.blocks.length - 1 && cell * layer.blocks[level][1] * ratio < 1.9) level++;
@@ -95,8 +102,8 @@ export function levelFor(layer, cell) {
 }
 
 export const cellAt = (pane, px, py) => {
-  const key = state.x + (px - pane.left) / pane.x,
-    query = state.y + (py - pane.above) / pane.y;
+  const key = state.x + (px - pane.left) / pane.x;
+  const query = state.y + (py - pane.above) / pane.y;
   return px >= pane.left && py >= pane.above && px < pane.left + pane.width && py < pane.above + pane.height
     ? [query, key]
     : null;

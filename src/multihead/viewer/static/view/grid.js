@@ -1,23 +1,26 @@
 // The grid of all heads: layers down, heads across, in as many columns of layers as fit into the window.
 import { css, hatching, rootEnd, sized } from '../shared/colour.js';
-import { $, el, translate } from '../shared/dom.js';
+import { $, el, elementAround, elementIn, elementsIn, translate } from '../shared/dom.js';
 import { drawHeads, fitted } from '../shared/headgrid.js';
 import { root } from '../shared/host.js';
 import { glyph, roleName } from '../shared/kinds.js';
 import { isSingle } from '../shared/legend.js';
-import { known } from '../shared/numbers.js';
+import { known, largestOf } from '../shared/numbers.js';
 import { drawMap, mapPicture } from '../shared/picture.js';
 import { floats, headAt, Later, sampleAt } from './api.js';
 import { size } from './host.js';
 import { state, toHead } from './permalink.js';
 import { view } from './record.js';
 
+/** @import { Sample } from './record.js' */
+
 const maps = new Map(); // "run sample layer" -> { rows, cols, block, top, heads: [values] }, or null if there are none
-let shape = { cell: 40, gap: 6 },
-  seen = new Set(),
-  watch = null,
-  current = null,
-  lit = -1;
+let shape = { cell: 40, gap: 6 };
+let seen = new Set();
+let watch = null;
+/** @type {Sample} */
+let current = null;
+let lit = -1;
 export const topWeight = { value: 0, single: true }; // the largest weight or mean of the small maps
 const largestSmall = () => {
   const shown = current.layers.map(({ number }) => maps.get(nameOf(current, number))).filter(Boolean);
@@ -29,23 +32,24 @@ const largestSmall = () => {
 // Where a scale of maps ends; the log scale ends at 100 % always.
 const endOf = ({ value, single }) => (state.scale === 'linear' && single ? value : rootEnd(value, single));
 export const scaleTop = () => endOf(topWeight);
-export const listeners = { pointed: () => {}, arrived: () => {} };
+export const listeners = { pointed: _head => {}, arrived: (_record, _layer) => {} };
 
-const nameOf = (record, l) => `${record.run} ${record.sample} ${l}`;
-function mapOf(record, i) {
-  const { l, h } = record.heads[i],
-    found = maps.get(nameOf(record, l));
+const nameOf = (/** @type {Sample} */ record, l) => `${record.run} ${record.sample} ${l}`;
+function mapOf(/** @type {Sample} */ record, i) {
+  const { l, h } = record.heads[i];
+  const found = maps.get(nameOf(record, l));
   return found ? { rows: found.rows, cols: found.cols, block: found.block, values: found.heads[h] } : null;
 }
 // The weights per cell of the maps that are means.
-export const mapBlocks = record =>
+export const mapBlocks = (/** @type {Sample} */ record) =>
   record.layers.map(({ number }) => maps.get(nameOf(record, number))?.block).filter(block => block && !isSingle(block));
-export const mapsMissing = record => record.layers.some(({ number }) => maps.get(nameOf(record, number)) === null);
+export const mapsMissing = (/** @type {Sample} */ record) =>
+  record.layers.some(({ number }) => maps.get(nameOf(record, number)) === null);
 
-const queue = [],
-  requested = new Set();
+const queue = [];
+const requested = new Set();
 let busy = 0;
-function fetchMaps(record, l) {
+function fetchMaps(/** @type {Sample} */ record, l) {
   const name = nameOf(record, l);
   if (!record.numbered.get(l).maps) {
     maps.set(name, null);
@@ -67,7 +71,7 @@ async function next() {
       block,
       values,
     } = await floats(`${sampleAt(record.run, record.sample)}/layers/${l}/maps`);
-    const top = values.reduce((max, w) => (w > max ? w : max), 0);
+    const top = largestOf(values);
     maps.set(name, {
       rows,
       cols,
@@ -89,17 +93,17 @@ async function next() {
     next();
   }
 }
-export function retryMaps(record) {
+export function retryMaps(/** @type {Sample} */ record) {
   for (const l of seen) if (maps.get(nameOf(record, l)) === undefined) fetchMaps(record, l);
 }
 
-export function grid(record, passes, goTo) {
+export function grid(/** @type {Sample} */ record, passes, goTo) {
   current = record;
   largestSmall();
   shape = fitted(record, $('gridbox').clientWidth, { phone: size().width <= 640, high: size().height * 1.05 });
   if (lit < 0 || lit >= record.heads.length) lit = firstLit(record);
-  const box = $('grid'),
-    held = box.contains(root.activeElement);
+  const box = $('grid');
+  const held = box.contains(root.activeElement);
   drawHeads(
     box,
     record,
@@ -110,21 +114,21 @@ export function grid(record, passes, goTo) {
       row.firstChild.after(el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
     },
   );
-  box.style.setProperty('--paperzoom', Math.min(1, 690 / box.offsetWidth)); // on A4
+  box.style.setProperty('--paperzoom', String(Math.min(1, 690 / box.offsetWidth))); // on A4
   box.onclick = event => {
-    const link = event.target.closest('a');
+    const link = elementAround(event, 'a');
     if (link && !event.ctrlKey && !event.metaKey && !event.shiftKey) {
       event.preventDefault();
       goTo(+link.dataset.i);
     }
   };
-  fade(record, passes);
+  fade(passes);
   watching(record);
   if (held) focusHead(lit);
 }
 
 // The head selected at first: that of the first finding, else the most focused one.
-function firstLit(record) {
+function firstLit(/** @type {Sample} */ record) {
   if (record.findings.length) return Math.max(0, record.index(record.findings[0].layer, record.findings[0].head));
   const values = record.metrics.find(one => one.focus)?.values ?? [];
   return record.heads.reduce(
@@ -133,11 +137,11 @@ function firstLit(record) {
   );
 }
 
-function headCell(record, i) {
-  const { l, h } = record.heads[i],
-    entropy = record.metrics.find(one => one.id === 'entropy'),
-    name =
-      record.named(i) + (entropy && known(entropy.values[i]) ? translate('and entropy', { n: entropy.number(i) }) : '');
+function headCell(/** @type {Sample} */ record, i) {
+  const { l, h } = record.heads[i];
+  const entropy = record.metrics.find(one => one.id === 'entropy');
+  const name =
+    record.named(i) + (entropy && known(entropy.values[i]) ? translate('and entropy', { n: entropy.number(i) }) : '');
   const link = el('a', {
     href: toHead(record.run, record.sample, l, h),
     tabIndex: i === lit ? 0 : -1,
@@ -151,15 +155,18 @@ function headCell(record, i) {
   return link;
 }
 
+// The number of the layer that a row of the grid has.
+const numberOf = row => (row instanceof HTMLElement ? Number(row.dataset.l) : NaN);
+
 // Only the rows near the window, and the maps of findings, are requested and drawn; a file has all of them at hand.
-function watching(record) {
+function watching(/** @type {Sample} */ record) {
   watch?.disconnect();
   seen = new Set();
   watch = new IntersectionObserver(
     entries => {
       for (const { target, isIntersecting } of entries) {
         if (!isIntersecting) continue;
-        const l = +target.dataset.l;
+        const l = numberOf(target);
         seen.add(l);
         watch.unobserve(target);
         if (!maps.has(nameOf(record, l))) fetchMaps(record, l);
@@ -169,11 +176,11 @@ function watching(record) {
     { rootMargin: view.served ? '600px' : '100000px' },
   );
   for (const { layer } of record.findings) fetchMaps(record, layer);
-  for (const rowOf of $('grid').querySelectorAll('[data-l]')) watch.observe(rowOf);
+  for (const rowOf of elementsIn($('grid'), '[data-l]')) watch.observe(rowOf);
 }
 
-let passing = () => true;
-export function fade(record, passes) {
+let passing = _head => true;
+export function fade(passes) {
   passing = passes;
   for (const link of $('grid').querySelectorAll('a')) link.classList.toggle('dim', !passes(+link.dataset.i));
   redrawRows();
@@ -183,19 +190,19 @@ export function redrawRows() {
 }
 
 export function drawRow(l) {
-  const made = $('grid').querySelector(`[data-l="${l}"]`),
-    found = maps.get(nameOf(current, l)),
-    { cell, gap } = shape;
+  const made = elementIn($('grid'), `[data-l="${l}"]`);
+  const found = maps.get(nameOf(current, l));
+  const { cell, gap } = shape;
   if (!made || found === undefined) return;
-  const canvas = made.querySelector('canvas'),
-    layer = current.numbered.get(l),
-    pen = sized(canvas, layer.heads * (cell + gap), cell),
-    inset = cell < 30 ? 1.5 : 2,
-    size = cell - inset * 2;
+  const canvas = made.querySelector('canvas');
+  const layer = current.numbered.get(l);
+  const pen = sized(canvas, layer.heads * (cell + gap), cell);
+  const inset = cell < 30 ? 1.5 : 2;
+  const size = cell - inset * 2;
   const hatch = hatching(pen, 4);
   for (let h = 0; h < layer.heads; h++) {
-    const i = current.index(l, h),
-      x = h * (cell + gap) + inset;
+    const i = current.index(l, h);
+    const x = h * (cell + gap) + inset;
     pen.globalAlpha = passing(i) ? 1 : 0.16;
     if (!found) continue;
     pen.fillStyle = css('paper');
@@ -219,18 +226,19 @@ export function drawRow(l) {
 }
 
 // Every weight of a head, for a map of `size` pixels; null where they do not fit, or are not requested yet.
-const SIDE = 256,
-  whole = new Map(); // "run sample layer head" -> { rows, cols, block, values }
+const SIDE = 256;
+const whole = new Map(); // "run sample layer head" -> { rows, cols, block, values }
 let requesting = null;
-function everyWeight(record, i, size) {
-  const { l, h } = record.heads[i],
-    layer = record.layer(i),
-    name = `${nameOf(record, l)} ${h}`;
+function everyWeight(/** @type {Sample} */ record, i, size) {
+  const { l, h } = record.heads[i];
+  const layer = record.layer(i);
+  const name = `${nameOf(record, l)} ${h}`;
   if (layer.rows !== 'all' || Math.max(layer.queries, layer.keys) > Math.min(SIDE, size * (devicePixelRatio || 1)))
     return null;
   if (whole.has(name) || requesting?.name === name) return whole.get(name) ?? null;
   requesting?.control.abort();
-  const mine = (requesting = { name, control: new AbortController() });
+  const mine = { name, control: new AbortController() };
+  requesting = mine;
   floats(`${headAt(record.run, record.sample, l, h)}/tile?level=0&row=0&column=0`, mine.control.signal)
     .then(
       ({ shape: [rows, cols], values }) => {
@@ -247,13 +255,13 @@ function everyWeight(record, i, size) {
 }
 
 // The map of one head for the inspector: its picture, the weights per cell, and the end of its scale.
-export function inspected(record, i, size) {
-  const small = mapOf(record, i),
-    map = !small || isSingle(small.block) ? small : (everyWeight(record, i, size) ?? small);
+export function inspected(/** @type {Sample} */ record, i, size) {
+  const small = mapOf(record, i);
+  const map = !small || isSingle(small.block) ? small : (everyWeight(record, i, size) ?? small);
   if (!map) return { picture: thumb(record, i, size), block: null };
-  const single = isSingle(map.block),
-    value = single ? map.values.reduce((max, w) => (w > max ? w : max), 0) : topWeight.value,
-    top = single && topWeight.single ? scaleTop() : endOf({ value, single });
+  const single = isSingle(map.block);
+  const value = single ? largestOf(map.values) : topWeight.value;
+  const top = single && topWeight.single ? scaleTop() : endOf({ value, single });
   return { picture: thumb(record, i, size, map, top), block: map.block, top };
 }
 
@@ -265,15 +273,15 @@ export function thumb(record, i, size, map = mapOf(record, i), top = scaleTop())
 
 function point(i) {
   lit = i;
-  for (const link of $('grid').querySelectorAll('a[tabindex="0"]')) link.tabIndex = -1;
-  const link = $('grid').querySelector(`[data-i="${i}"]`);
+  for (const link of elementsIn($('grid'), 'a[tabindex="0"]')) link.tabIndex = -1;
+  const link = elementIn($('grid'), `[data-i="${i}"]`);
   if (link) link.tabIndex = 0;
   listeners.pointed(i);
 }
 export const litHead = () => lit;
-export function focusHead(i, options) {
+export function focusHead(i, options = {}) {
   point(i);
-  $('grid').querySelector(`[data-i="${i}"]`)?.focus(options);
+  elementIn($('grid'), `[data-i="${i}"]`)?.focus(options);
 }
 
 // Return from the page of a head: it is selected and in sight, and focused if the keyboard is in use.
@@ -283,10 +291,10 @@ export function returnTo(i, focus) {
     return;
   }
   point(i);
-  $('grid').querySelector(`[data-i="${i}"]`)?.scrollIntoView({ block: 'nearest' });
+  elementIn($('grid'), `[data-i="${i}"]`)?.scrollIntoView({ block: 'nearest' });
 }
 
-export const headLink = (record, i) =>
+export const headLink = (/** @type {Sample} */ record, i) =>
   el(
     'a',
     { href: toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h) },

@@ -21,7 +21,7 @@ export const printed = act => {
   addEventListener('afterprint', () => act(false));
 };
 export const isOutside = target => target === document.body; // a key was pressed while no element had the focus
-export const zooms = () => true; // the wheel zooms wherever the focus is
+export const zooms = _event => true; // the wheel zooms wherever the focus is
 export const showKind = map => {
   document.body.classList.toggle('map', map);
 };

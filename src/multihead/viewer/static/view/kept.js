@@ -2,7 +2,12 @@
 export class KeptArrays {
   // bytesOf(value): the size of a kept value; arrived(): called when one is kept.
   constructor(maxBytes, bytesOf, arrived) {
-    Object.assign(this, { maxBytes, bytesOf, arrived, kept: new Map(), requested: new Map(), held: 0 });
+    this.maxBytes = maxBytes;
+    this.bytesOf = bytesOf;
+    this.arrived = arrived;
+    this.kept = new Map();
+    this.requested = new Map();
+    this.held = 0;
   }
 
   has(name) {
@@ -12,8 +17,8 @@ export class KeptArrays {
     const found = this.kept.get(name);
     if (found) {
       this.kept.delete(name);
-      this.kept.set(name, found);
-    } // the last one in the order
+      this.kept.set(name, found); // the last one in the order
+    }
     return found;
   }
 

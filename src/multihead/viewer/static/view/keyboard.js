@@ -1,18 +1,19 @@
 // The keyboard: on the map it moves and zooms, among the heads it walks; `?` lists the keys.
 import { SCALES } from '../shared/colour.js';
-import { $, translate } from '../shared/dom.js';
+import { $, elementAround, elementsIn, isTyped, translate } from '../shared/dom.js';
 import { chanceWords, helpButton } from '../shared/help.js';
 import { pressed } from '../shared/host.js';
 import { focusHead, litHead } from './grid.js';
-import { keep, pan, sceneNow, step, zoomBy, zoomOne, zoomWhole } from './head.js';
+import { sceneNow } from './head.js';
 import { isOutside } from './host.js';
+import { pan, pinQuery, stepCell, zoomBy, zoomOne, zoomWhole } from './moves.js';
 import { state } from './permalink.js';
 
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 export function keyboard(page) {
   pressed(event => {
-    if (/INPUT|TEXTAREA|SELECT/.test(event.target.tagName) || event.metaKey || event.ctrlKey || event.altKey) return;
+    if (isTyped(event)) return;
     const handled = onText(event, page) || (state.a ? onHead(event, page) : onAll(event, page));
     if (handled) event.preventDefault();
   });
@@ -53,13 +54,13 @@ function onText(event, page) {
 }
 
 function onHead(event, page) {
-  const walks = event.target.closest?.('#nav'),
-    reads = event.target.closest?.('#text'),
-    arrow = ARROWS[event.key];
+  const walks = elementAround(event, '#nav');
+  const reads = elementAround(event, '#text');
+  const arrow = ARROWS[event.key];
   if (arrow && walks) {
-    const { record, i } = sceneNow(),
-      next = record.moved(i, event.key);
-    if (next >= 0) page.setHead(next, () => $('nav').children[next].focus());
+    const { record, i } = sceneNow();
+    const next = record.moved(i, event.key);
+    if (next >= 0) page.setHead(next, () => elementsIn($('nav'), 'a')[next].focus());
     return true;
   }
   if (arrow && reads) return false;
@@ -78,12 +79,12 @@ function onHead(event, page) {
           '-': () => zoomBy(2),
           0: zoomWhole,
           1: zoomOne,
-          ...(event.target.id === 'map' || isOutside(event.target) ? { Enter: keep } : {}),
+          ...(elementAround(event, '#map') || isOutside(event.target) ? { Enter: pinQuery } : {}),
         }
       : {}),
   }[event.key];
   if (does) does();
-  else if (arrow && maps) (event.shiftKey ? step : pan)(...arrow);
+  else if (arrow && maps) (event.shiftKey ? stepCell : pan)(...arrow);
   else return false;
   return true;
 }
@@ -97,7 +98,7 @@ function onAll(event, page) {
     page.flipSink();
     return true;
   }
-  if (!$('grid').contains(event.target)) return false;
+  if (!elementAround(event, '#grid')) return false;
   const next = page.record().moved(litHead(), event.key);
   if (next === undefined) return false;
   if (next >= 0) focusHead(next);

@@ -1,6 +1,6 @@
 // Start the page and show one of two views: all heads, or the map of one.
 import { dark, palette } from '../shared/colour.js';
-import { $, el, translate } from '../shared/dom.js';
+import { $, el, elementsIn, translate } from '../shared/dom.js';
 import { root } from '../shared/host.js';
 import { keys } from '../shared/keys.js';
 import { kindName } from '../shared/kinds.js';
@@ -8,32 +8,38 @@ import { count } from '../shared/numbers.js';
 import { remember } from '../shared/remembered.js';
 import { isolated } from '../shared/tokens.js';
 import { json, sampleAt, server } from './api.js';
-import { retryMaps, focusHead, returnTo } from './grid.js';
-import { headPage, leaveHead, listen, redraw, sceneNow, zoomBy, zoomOne, zoomWhole } from './head.js';
+import { focusHead, retryMaps, returnTo } from './grid.js';
+import { leaveHead, redraw, sceneNow, showHead } from './head.js';
 import { entitle, place, resized, showKind, size, toTop } from './host.js';
 import { keyboard } from './keyboard.js';
 import { linkButton } from './link.js';
+import { zoomBy, zoomOne, zoomWhole } from './moves.js';
 import { openingText } from './opening.js';
 import { overview, progressed } from './overview.js';
 import { forgetPanels } from './panels.js';
 import { read, save, saveNow, state, toAll, toHead, unsaved, write } from './permalink.js';
+import { listenToPointer } from './pointer.js';
 import { sampleOf, view } from './record.js';
 import { loaded } from './rows.js';
 import { sharing } from './share.js';
 import { forget } from './tiles.js';
 
-let record = null,
-  other = null,
-  turn = 0,
-  drawnWidth = 0,
-  begun = false;
+/** @import { Sample } from './record.js' */
+
+/** @type {Sample} */
+let record = null;
+/** @type {Sample} */
+let other = null;
+let turn = 0;
+let drawnWidth = 0;
+let begun = false;
 const clampTo = (n, size) => Math.max(0, Math.min(size - 1, n));
 
 // The address determines what is shown; invalid parts are corrected and are never an error.
 async function route() {
-  const mine = ++turn,
-    target = read(place.read()),
-    wasHead = state.a;
+  const mine = ++turn;
+  const target = read(place.read());
+  const wasHead = state.a;
   unsaved();
   target.run = clampTo(target.run, view.runs.length);
   target.sample = clampTo(target.sample, view.runs[target.run].samples.length);
@@ -41,10 +47,10 @@ async function route() {
     $('waiting').hidden = false;
   }, 400); // at first it is shown by the page's markup
   const shown = await sampleOf(target.run, target.sample).finally(() => {
-      clearTimeout(slow);
-      $('waiting').hidden = true;
-    }),
-    run = target.b ? clampTo(target.b.r, view.runs.length) : target.run;
+    clearTimeout(slow);
+    $('waiting').hidden = true;
+  });
+  const run = target.b ? clampTo(target.b.r, view.runs.length) : target.run;
   const second =
     target.compare && run !== target.run
       ? await sampleOf(run, clampTo(target.sample, view.runs[run].samples.length))
@@ -66,8 +72,8 @@ const mended = (of, { l, h }) => {
 // The head to compare with at first: the same head of the next run, else a neighbour.
 function secondFor(of, a) {
   if (view.runs.length > 1) return { r: (state.run + 1) % view.runs.length, ...a };
-  const i = of.index(a.l, a.h),
-    { l, h } = of.heads[i + 1 < of.heads.length ? i + 1 : Math.max(0, i - 1)];
+  const i = of.index(a.l, a.h);
+  const { l, h } = of.heads[i + 1 < of.heads.length ? i + 1 : Math.max(0, i - 1)];
   return { r: state.run, l, h };
 }
 
@@ -78,7 +84,7 @@ function show(shown, second, wasHead) {
   $('all').hidden = !all;
   $('one').hidden = all;
   showKind(!all);
-  for (const part of root.querySelectorAll('.ofmap')) part.hidden = all;
+  for (const part of elementsIn(root, '.ofmap')) part.hidden = all;
   $('home').href = toAll();
   $('skip').href = all ? '#grid' : '#map';
   bar();
@@ -93,7 +99,7 @@ function show(shown, second, wasHead) {
     save();
   } else {
     if (!wasHead) toTop();
-    headPage(record, other);
+    showHead(record, other);
     if (begun && keys.used && !wasHead && root.activeElement && $('map').offsetParent)
       $('map').focus({ preventScroll: true });
   }
@@ -103,10 +109,10 @@ function show(shown, second, wasHead) {
 }
 
 // ---- the bar
-let optioned = {};
+const optioned = {};
 function bar() {
-  const names = view.runs.map(run => run.name),
-    head = !!state.a;
+  const names = view.runs.map(run => run.name);
+  const head = !!state.a;
   fill('run', names.length > 1 && names, state.run);
   const { samples, texts } = view.runs[state.run];
   $('textpick').hidden = samples.length < 2;
@@ -209,12 +215,14 @@ const page = {
 };
 
 function buttons() {
-  $('heada').onchange = event => page.setHead(+event.target.value);
-  $('headb').onchange = event => page.setSecond(state.b.r, other.heads[+event.target.value]);
-  $('runb').onchange = event => page.setSecond(+event.target.value, state.b);
-  $('run').onchange = event =>
-    again({ run: +event.target.value, sample: clampTo(state.sample, view.runs[+event.target.value].samples.length) });
-  $('sample').onchange = event => page.setText(+event.target.value);
+  $('heada').onchange = () => page.setHead(+$('heada').value);
+  $('headb').onchange = () => page.setSecond(state.b.r, other.heads[+$('headb').value]);
+  $('runb').onchange = () => page.setSecond(+$('runb').value, state.b);
+  $('run').onchange = () => {
+    const run = +$('run').value;
+    return again({ run, sample: clampTo(state.sample, view.runs[run].samples.length) });
+  };
+  $('sample').onchange = () => page.setText(+$('sample').value);
   $('textbefore').onclick = () => page.stepText(-1);
   $('textafter').onclick = () => page.stepText(1);
   $('compare').onclick = page.flipCompare;
@@ -297,7 +305,7 @@ async function start() {
   palette();
   keyboard(page);
   buttons();
-  listen();
+  listenToPointer();
   sharing();
   loaded.notify = redraw;
   place.listen(route);

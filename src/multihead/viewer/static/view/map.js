@@ -4,33 +4,42 @@ import { bitmap, css, dark, hatching, rootEnd, sized } from '../shared/colour.js
 import { $, translate } from '../shared/dom.js';
 import { cells, difference, farthest, largest, range, tilesOf } from './cells.js';
 import { aspectOf, levelFor, panes, viewOf } from './geometry.js';
-import { state } from './permalink.js';
 import { margins } from './margins.js';
+import { state } from './permalink.js';
 import { captions, rulers, WORDS } from './rulers.js';
 import { arrived, want } from './tiles.js';
 
+/** @import { Cells, Span } from './cells.js' */
+/** @import { Pane } from './geometry.js' */
+/** @import { Scene } from './head.js' */
+
+/**
+ * What the map shows: its panes, the range of its cells, the ends of its scales, and the cells of A, B and A − B.
+ * @type {{ panes: Pane[], span: Span, tops: { ink: number, apart: number }, a: Picture, b: Picture, d: Picture }}
+ * @typedef {Cells & { picture: HTMLCanvasElement }} Picture
+ */
 export const shown = { panes: [], span: null, tops: { ink: 1, apart: 1 }, a: null, b: null, d: null };
 let before = '';
 
 // The range of cells to draw, at the level that fits the zoom; while the coarse levels are being built, at level 5 at most.
-function spanFor(scene, view, cell) {
-  const level = levelFor(scene.layer, cell),
-    usable = scene.coarse ? level : Math.min(level, 5),
-    span = range(scene.layer, view, usable);
+function spanFor(/** @type {Scene} */ scene, view, cell) {
+  const level = levelFor(scene.layer, cell);
+  const usable = scene.coarse ? level : Math.min(level, 5);
+  const span = range(scene.layer, view, usable);
   return tilesOf({}, span).length > 24 ? null : span;
 }
 
-function draw(scene, pointed) {
-  const stage = $('stage'),
-    width = stage.clientWidth,
-    height = stage.clientHeight,
-    { layer } = scene;
+function draw(/** @type {Scene} */ scene, pointed) {
+  const stage = $('stage');
+  const width = stage.clientWidth;
+  const height = stage.clientHeight;
+  const { layer } = scene;
   // Tokens on the rulers need more room, but only if the cells then stay large enough to be labelled.
-  const strips = state.compare ? [] : margins(scene),
-    fit = long =>
-      panes(layer, width, height, { compare: state.compare, long, margins: !state.compare && layer.margins.length }),
-    roomy = fit(true),
-    view = viewOf(layer);
+  const strips = state.compare ? [] : margins(scene);
+  const fit = long =>
+    panes(layer, width, height, { compare: state.compare, long, margins: !state.compare && layer.margins.length });
+  const roomy = fit(true);
+  const view = viewOf(layer);
   const boxes = scene.sides.key.text && roomy[0].x >= WORDS ? roomy : fit(false);
   // A wide map may be less high than it is wide; the rows in view follow from the pane.
   view.rows = boxes[0].py / boxes[0].y;
@@ -43,19 +52,19 @@ function draw(scene, pointed) {
   for (const pane of boxes) drawPane(pen, pane, scene, pointed);
   for (const strip of strips) strip.draw(pen, boxes[0], pointed);
   captions(pen, boxes[0], layer, scene.sides, strips.length && !boxes[0].phone ? 34 : strips.length && 12);
-  maskedLabel(pen, boxes[0], layer, scene);
+  maskedLabel(pen, boxes[0], layer);
 }
 
 // The level of the small map of the whole: the finest that is one tile; not drawn until the coarse levels are built.
-const upperOf = layer => Math.max(0, layer.blocks.length - 3);
-function wholeSpan(scene) {
-  const { layer } = scene,
-    level = upperOf(layer);
+const upperOf = (/** @type {LayerDescription} */ layer) => Math.max(0, layer.blocks.length - 3);
+function wholeSpan(/** @type {Scene} */ scene) {
+  const { layer } = scene;
+  const level = upperOf(layer);
   return scene.coarse || level < 6 ? range(layer, { x: 0, y: 0, rows: layer.queries, cols: layer.keys }, level) : null;
 }
 
 // Collect the cells of each pane, again only when tiles arrived, the view moved or the colours changed.
-function gather(scene, span) {
+function gather(/** @type {Scene} */ scene, span) {
   const places = [scene.a, ...(state.compare ? [scene.b] : [])];
   if (!span) {
     want([]);
@@ -63,8 +72,8 @@ function gather(scene, span) {
     before = '';
     return;
   }
-  const overview = wholeSpan(scene),
-    top = overview ? tilesOf(scene.a, overview) : [];
+  const overview = wholeSpan(scene);
+  const top = overview ? tilesOf(scene.a, overview) : [];
   const below =
     state.compare && scene.coarse
       ? tilesOf(scene.b, range(scene.otherLayer, viewOf(scene.layer), upperOf(scene.otherLayer)))
@@ -73,8 +82,8 @@ function gather(scene, span) {
   const key = [JSON.stringify(span), JSON.stringify(places), state.scale, arrived.count, dark.matches].join();
   if (key === before) return;
   before = key;
-  const a = cells(scene.a, scene.layer, span),
-    b = state.compare ? stretched(cells(scene.b, scene.otherLayer, within(scene.otherLayer, span)), span) : null;
+  const a = cells(scene.a, scene.layer, span);
+  const b = state.compare ? stretched(cells(scene.b, scene.otherLayer, within(scene.otherLayer, span)), span) : null;
   const d = b && difference(a, b);
   shown.tops = { ink: endOf(Math.max(largest(a), b ? largest(b) : 0), span), apart: endOf(d ? farthest(d) : 0, span) };
   for (const [name, one] of [
@@ -92,9 +101,9 @@ function gather(scene, span) {
 const endOf = (largest, { high, wide }) => (state.scale === 'linear' ? largest : rootEnd(largest, high * wide === 1));
 
 // Another run may have fewer tokens, or no cells of this size: cells outside of it are absent.
-function within(layer, span) {
-  const [high, wide] = layer.blocks[span.level] ?? [],
-    has = high === span.high && wide === span.wide;
+function within(/** @type {LayerDescription} */ layer, span) {
+  const [high, wide] = layer.blocks[span.level] ?? [];
+  const has = high === span.high && wide === span.wide;
   const cut = (size, n, block, from) => (has ? Math.max(0, Math.min(size, Math.ceil(n / block) - from)) : 0);
   return {
     ...span,
@@ -109,13 +118,13 @@ function stretched(one, span) {
   return { ...span, values, whole: one.whole };
 }
 
-function drawPane(pen, pane, scene, pointed) {
-  const { left, above, width, height } = pane,
-    one = shown[pane.which],
-    ratio = devicePixelRatio || 1;
-  const x = j => left + (j - state.x) * pane.x,
-    y = i => above + (i - state.y) * pane.y,
-    snap = v => Math.round(v * ratio) / ratio;
+function drawPane(pen, pane, /** @type {Scene} */ scene, pointed) {
+  const { left, above, width, height } = pane;
+  const one = shown[pane.which];
+  const ratio = devicePixelRatio || 1;
+  const x = j => left + (j - state.x) * pane.x;
+  const y = i => above + (i - state.y) * pane.y;
+  const snap = v => Math.round(v * ratio) / ratio;
   pen.save();
   pen.beginPath();
   pen.rect(left, above, width, height);
@@ -123,9 +132,9 @@ function drawPane(pen, pane, scene, pointed) {
   pen.fillStyle = css('paper');
   pen.fillRect(left, above, width, height);
   if (one) {
-    const { high, wide } = shown.span,
-      x0 = snap(x(one.c0 * wide)),
-      y0 = snap(y(one.r0 * high));
+    const { high, wide } = shown.span;
+    const x0 = snap(x(one.c0 * wide));
+    const y0 = snap(y(one.r0 * high));
     pen.fillStyle = hatching(pen);
     pen.fillRect(left, above, width, height);
     pen.imageSmoothingEnabled = Math.min(pane.x * wide, pane.y * high) * ratio < 1;
@@ -174,9 +183,9 @@ function crosshair(pen, pane, x, y, [i, j]) {
   pen.globalAlpha = 1;
 }
 
-function title(pen, pane, scene) {
-  const y = pane.above - pane.top + 14,
-    [name, kind] = scene.titles[pane.which];
+function title(pen, pane, /** @type {Scene} */ scene) {
+  const y = pane.above - pane.top + 14;
+  const [name, kind] = scene.titles[pane.which];
   pen.textBaseline = 'middle';
   pen.font = `600 13px ${css('sans')}`;
   pen.fillStyle = css('ink');
@@ -190,14 +199,14 @@ function title(pen, pane, scene) {
 }
 
 // Label the hatched triangle of a causal map, where it is wide enough.
-function maskedLabel(pen, pane, layer, scene) {
+function maskedLabel(pen, pane, /** @type {LayerDescription} */ layer) {
   if (!shown.a || pane.phone || layer.pattern !== 'causal') return;
-  const key = state.x + state.n * 0.74,
-    query = state.y + (pane.py / pane.y) * 0.2;
+  const key = state.x + state.n * 0.74;
+  const query = state.y + (pane.py / pane.y) * 0.2;
   if (key <= query + (layer.queryStart ?? 0) + state.n * 0.2 || key > layer.keys || query > layer.queries) return;
-  const words = translate('later keys'),
-    x = pane.left + (key - state.x) * pane.x,
-    y = pane.above + (query - state.y) * pane.y;
+  const words = translate('later keys');
+  const x = pane.left + (key - state.x) * pane.x;
+  const y = pane.above + (query - state.y) * pane.y;
   pen.font = `12px ${css('sans')}`;
   pen.textAlign = 'center';
   const wide = pen.measureText(words).width;
@@ -209,14 +218,14 @@ function maskedLabel(pen, pane, layer, scene) {
 }
 
 // Draw a small map of the whole, with a frame around the part in view.
-export function mini(scene) {
-  const canvas = $('mini'),
-    { layer } = scene,
-    aspect = aspectOf(layer),
-    span = wholeSpan(scene);
-  const scale = 184 / Math.max(layer.keys, layer.queries * aspect),
-    width = Math.max(8, layer.keys * scale),
-    height = Math.max(8, layer.queries * aspect * scale);
+export function mini(/** @type {Scene} */ scene) {
+  const canvas = $('mini');
+  const { layer } = scene;
+  const aspect = aspectOf(layer);
+  const span = wholeSpan(scene);
+  const scale = 184 / Math.max(layer.keys, layer.queries * aspect);
+  const width = Math.max(8, layer.keys * scale);
+  const height = Math.max(8, layer.queries * aspect * scale);
   const pen = sized(canvas, width, height);
   pen.fillStyle = css('paper');
   pen.fillRect(0, 0, width, height);
@@ -239,8 +248,8 @@ export function mini(scene) {
     const s = Math.min(max - 2, Math.max(size, 9));
     return [Math.min(max - s - 1, Math.max(1, from - (s - size) / 2)), s];
   };
-  const [x, w] = box(state.x * scale, state.n * scale, width),
-    [y, h] = box(state.y * scale * aspect, state.n * scale, height);
+  const [x, w] = box(state.x * scale, state.n * scale, width);
+  const [y, h] = box(state.y * scale * aspect, state.n * scale, height);
   pen.strokeStyle = css('mark');
   pen.lineWidth = 2;
   pen.strokeRect(x, y, w, h);

@@ -1,9 +1,11 @@
 // The strips at the margins of a map: the attention that each key receives below it, the entropy of each query at its right.
 // Long texts may have fewer values than tokens: each value then stands for a run of tokens.
 import { css } from '../shared/colour.js';
-import { percent } from '../shared/numbers.js';
+import { largestOf, percent } from '../shared/numbers.js';
 import { floats, headAt } from './api.js';
 import { state } from './permalink.js';
+
+/** @import { Scene } from './head.js' */
 
 const kept = new Map(); // address -> values, or null until they arrive
 export const marginsLoaded = { notify: () => {} };
@@ -27,16 +29,16 @@ function valuesOf({ run, sample, l, h }, name) {
 // Call put(from, size, value, on) for each bar of a strip, in pixels along it: `length` tokens have the values, those from `start`
 // on are in view, each `cell` pixels wide, `pixels` in all; `marked` is the token that is on.
 function bars(values, { length, start, cell, pixels, marked }, put) {
-  const run = Math.ceil(length / values.length),
-    step = Math.max(1, Math.floor(1 / (run * cell))); // values per bar
+  const run = Math.ceil(length / values.length);
+  const step = Math.max(1, Math.floor(1 / (run * cell))); // values per bar
   for (let b = Math.floor(start / run / step) * step; b < values.length; b += step) {
-    const from = (b * run - start) * cell,
-      size = run * step * cell;
+    const from = (b * run - start) * cell;
+    const size = run * step * cell;
     if (from >= pixels) return;
     let value = NaN;
     for (let k = b; k < Math.min(values.length, b + step); k++) if (!(values[k] <= value)) value = values[k];
-    const left = Math.max(0, from),
-      gap = size > 3 ? 1 : 0;
+    const left = Math.max(0, from);
+    const gap = size > 3 ? 1 : 0;
     put(
       left + gap / 2,
       Math.max(0.5, Math.min(pixels, from + size) - left - gap),
@@ -46,15 +48,15 @@ function bars(values, { length, start, cell, pixels, marked }, put) {
   }
 }
 
-function strip(scene, name, values) {
-  const { layer, record } = scene,
-    below = name === 'received',
-    most = values.reduce((top, v) => (v > top ? v : top), 0);
+function strip(/** @type {Scene} */ scene, name, values) {
+  const { layer, record } = scene;
+  const below = name === 'received';
+  const most = largestOf(values);
   const top = (below ? most : Math.log(Math.max(2, layer.keys))) || 1;
   return {
     draw: (pen, pane, pointed) => {
-      const high = pane.phone ? 12 : 34,
-        marked = pointed ? pointed[below ? 1 : 0] : below ? -1 : state.q;
+      const high = pane.phone ? 12 : 34;
+      const marked = pointed ? pointed[below ? 1 : 0] : below ? -1 : state.q;
       const along = below
         ? { length: layer.keys, start: state.x, cell: pane.x, pixels: pane.width }
         : { length: layer.queries, start: state.y, cell: pane.y, pixels: pane.height };
@@ -83,7 +85,7 @@ function strip(scene, name, values) {
 }
 
 // The strips of a head that are loaded; the others are requested.
-export const margins = scene =>
+export const margins = (/** @type {Scene} */ scene) =>
   scene.layer.margins
     .map(name => [name, valuesOf(scene.a, name)])
     .filter(([, values]) => values)

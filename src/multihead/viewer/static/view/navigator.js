@@ -3,11 +3,13 @@ import { $, el, translate } from '../shared/dom.js';
 import { kindNames } from '../shared/kinds.js';
 import { state, toHead } from './permalink.js';
 
+/** @import { Scene } from './head.js' */
+
 let built = '';
-export function navigator(scene) {
-  const { record, i, j } = scene,
-    box = $('nav'),
-    key = `${record.run} ${record.sample}`;
+export function navigator(/** @type {Scene} */ scene) {
+  const { record, i, j } = scene;
+  const box = $('nav');
+  const key = `${record.run} ${record.sample}`;
   if (built !== key) {
     built = key;
     const size = Math.max(4, Math.min(15, Math.floor(184 / record.widest) - 2));
@@ -23,20 +25,21 @@ export function navigator(scene) {
           title: `${record.short(n)}, ${kindNames(record.allKinds[n])}`,
           tabIndex: -1,
         });
-        link.style.gridRow = record.layers.indexOf(record.layer(n)) + 1;
-        link.style.gridColumn = head.h + 1;
+        link.style.gridRow = String(record.layers.indexOf(record.layer(n)) + 1);
+        link.style.gridColumn = String(head.h + 1);
         return link;
       }),
     );
   }
-  [...box.children].forEach((link, n) => {
+  const links = [...box.querySelectorAll('a')];
+  links.forEach((link, n) => {
     link.href = toHead(record.run, record.sample, record.heads[n].l, record.heads[n].h);
     if (n === i) link.setAttribute('aria-current', 'page');
     else link.removeAttribute('aria-current');
     link.tabIndex = n === i ? 0 : -1;
     link.classList.toggle('second', state.compare && n === j && scene.otherRecord === record);
   });
-  const mark = box.children[i],
-    from = mark.offsetTop - box.offsetTop;
+  const mark = links[i];
+  const from = mark.offsetTop - box.offsetTop;
   if (from < box.scrollTop || from > box.scrollTop + box.clientHeight - 12) box.scrollTop = from - box.clientHeight / 2;
 }

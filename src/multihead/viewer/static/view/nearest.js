@@ -4,24 +4,30 @@ import { glyph, kindName } from '../shared/kinds.js';
 import { headAt, json } from './api.js';
 import { toHead } from './permalink.js';
 
+/** @import { Scene } from './head.js' */
+
 let turn = 0;
-export function nearest(scene) {
-  const mine = ++turn,
-    { run, sample, l, h } = scene.a,
-    box = $('nearest');
+export function nearest(/** @type {Scene} */ scene) {
+  const mine = ++turn;
+  const { run, sample, l, h } = scene.a;
+  const box = $('nearest');
   const find = async () => {
     box.replaceChildren(waitingNote());
-    const answer = await json(`${headAt(run, sample, l, h)}/nearest?top=5`).catch(error => ({ error: error.message }));
+    /** @type {NearestHead[] | NearestHeads} a server lists them, a file also has what it compared */
+    const answer = await json(`${headAt(run, sample, l, h)}/nearest?top=5`).catch(error => ({
+      every: 1,
+      heads: [],
+      error: error.message,
+    }));
     if (mine !== turn) return;
-    const found = Array.isArray(answer) ? answer : (answer.heads ?? []),
-      every = answer.every ?? 1;
+    const { heads: found, every, error } = Array.isArray(answer) ? { heads: answer, every: 1, error: '' } : answer;
     if (!found.length) {
-      box.replaceChildren(el('p', { className: 'note', textContent: answer.error || translate('no nearest') }));
+      box.replaceChildren(el('p', { className: 'note', textContent: error || translate('no nearest') }));
       return;
     }
     const rows = found.map(one => {
-      const i = scene.record.index(one.layer, one.head),
-        kind = scene.record.kinds[i];
+      const i = scene.record.index(one.layer, one.head);
+      const kind = scene.record.kinds[i];
       return el(
         'li',
         {},

@@ -1,7 +1,7 @@
 // The panel of the text on the page of all heads, coloured by the attention that each token receives. A click on a token colours
 // it by how much each token looks at that one, and lists the heads that do.
 import { paint, rootEnd, tone } from '../shared/colour.js';
-import { $, el, NBSP, translate } from '../shared/dom.js';
+import { $, el, elementIn, NBSP, translate } from '../shared/dom.js';
 import { glyph } from '../shared/kinds.js';
 import { tickedRamp } from '../shared/legend.js';
 import { count, exact, percent, short } from '../shared/numbers.js';
@@ -10,11 +10,14 @@ import { json, sampleAt } from './api.js';
 import { state, toCell, toHead } from './permalink.js';
 import { view } from './record.js';
 
+/** @import { Sample } from './record.js' */
+
 const FOLDED = 180; // tokens of a long text
-let record = null,
-  unfolded = false,
-  chosen = -1,
-  turn = 0;
+/** @type {Sample} */
+let record = null;
+let unfolded = false;
+let chosen = -1;
+let turn = 0;
 
 const largest = (weights, hidden = -1) =>
   weights.reduce((best, w, p) => (p !== hidden && (best < 0 || w > weights[best]) ? p : best), -1);
@@ -26,19 +29,36 @@ export function openingText(shown = record) {
   }
   record = shown;
   turn++;
-  const {
-      texts: [text, ...others],
-      received,
-    } = record,
-    box = $('words');
+  const [text, ...others] = record.texts;
+  const { received } = record;
   $('sink').hidden = !text || !received;
   $('sink').setAttribute('aria-pressed', String(state.masked));
   $('opening').hidden = !text;
   if (!text) return;
-  const long = text.shown.length > FOLDED,
-    to = long && !unfolded ? FOLDED : text.shown.length,
-    hidden = state.masked ? 0 : -1,
-    spans = setText(box, text, 0, to);
+  const spans = layOut(text);
+  const notes = received ? paintReceived(spans, text, received) : [translate('unpainted')];
+  if (text.flags.some(flag => flag & UNKNOWN)) notes.push(translate('unknown'));
+  if (asks()) {
+    choosable($('words'), spans, translate('the text'), text.labels, chosen, p => {
+      chosen = p === chosen ? -1 : p;
+      openingText();
+      elementIn($('words'), `[data-p="${p}"]`).focus();
+    });
+    notes.push(translate('looks.why'));
+  }
+  $('textnote').textContent = notes.join(translate('join.sentences'));
+  $('textnote').hidden = chosen >= 0;
+  $('looking').hidden = chosen < 0;
+  if (chosen >= 0) look(spans, text);
+  otherText(others.find(each => each));
+}
+
+// Lay out the tokens, of a long text the first ones until it is unfolded; returns their spans.
+function layOut(text) {
+  const box = $('words');
+  const long = text.shown.length > FOLDED;
+  const to = long && !unfolded ? FOLDED : text.shown.length;
+  const spans = setText(box, text, 0, to);
   if (to < text.shown.length) box.append(' …');
   box.classList.toggle('folded', long && !unfolded);
   // A text that scrolls can be reached with the keyboard.
@@ -53,43 +73,37 @@ export function openingText(shown = record) {
     unfolded = !unfolded;
     openingText();
   };
+  return spans;
+}
+
+// Paint each token by the attention that it receives; returns the notes on it.
+function paintReceived(spans, text, received) {
+  const hidden = state.masked ? 0 : -1;
+  const top = largest(received, hidden);
+  const end = rootEnd(received[top] ?? 0, false);
+  spans.forEach((span, p) => {
+    paint(span, p === hidden ? 0 : tone(state.scale, received[p], end));
+    span.title =
+      text.flags[p] & PART
+        ? translate('part of', { token: quoted(text.labels[firstPart(text, p)]) })
+        : translate('receives', { share: percent(received[p]) });
+  });
   const notes = [];
-  if (received) {
-    const top = largest(received, hidden),
-      end = rootEnd(received[top] ?? 0, false);
-    spans.forEach((span, p) => {
-      paint(span, p === hidden ? 0 : tone(state.scale, received[p], end));
-      span.title =
-        text.flags[p] & PART
-          ? translate('part of', { token: quoted(text.labels[firstPart(text, p)]) })
-          : translate('receives', { share: percent(received[p]) });
-    });
-    if (top >= 0)
-      notes.push(
-        translate('painted', { token: quoted(text.labels[top]), share: percent(received[top]) }),
-        ...(state.scale === 'log' ? [] : [translate('scale.end', { end: exact(end) })]),
-      );
-    if (!hidden) notes.push(translate('first hidden', { token: quoted(text.labels[0]), share: percent(received[0]) }));
-  } else notes.push(translate('unpainted'));
-  if (text.flags.some(flag => flag & UNKNOWN)) notes.push(translate('unknown'));
-  if (asks()) {
-    choosable(box, spans, translate('the text'), text.labels, chosen, p => {
-      chosen = p === chosen ? -1 : p;
-      openingText();
-      $('words').querySelector(`[data-p="${p}"]`).focus();
-    });
-    notes.push(translate('looks.why'));
+  if (top >= 0) {
+    notes.push(translate('painted', { token: quoted(text.labels[top]), share: percent(received[top]) }));
+    if (state.scale !== 'log') notes.push(translate('scale.end', { end: exact(end) }));
   }
-  $('textnote').textContent = notes.join(translate('join.sentences'));
-  $('textnote').hidden = chosen >= 0;
-  $('looking').hidden = chosen < 0;
-  if (chosen >= 0) look(spans, text);
-  const other = others.find(each => each);
-  $('othertitle').hidden = $('othertext').hidden = !other;
-  if (other) {
-    setText($('othertext'), other, 0, Math.min(other.shown.length, FOLDED));
-    if (other.shown.length > FOLDED) $('othertext').append(' …');
-  }
+  if (!hidden) notes.push(translate('first hidden', { token: quoted(text.labels[0]), share: percent(received[0]) }));
+  return notes;
+}
+
+// The other text of cross-attention, if there is one.
+function otherText(other) {
+  $('othertitle').hidden = !other;
+  $('othertext').hidden = !other;
+  if (!other) return;
+  setText($('othertext'), other, 0, Math.min(other.shown.length, FOLDED));
+  if (other.shown.length > FOLDED) $('othertext').append(' …');
 }
 
 // Whether the page can answer: it has weights of layers whose keys are this text.
@@ -104,9 +118,9 @@ function firstPart(text, p) {
 // A token that looks at the chosen one, and its weight: a link to the cell, with the position of the token if the text has it more
 // than once.
 function looker(l, h, { text, from }, q, w) {
-  const p = q + from,
-    first = text ? firstPart(text, p) : p,
-    name = text?.labels[first] ?? String(q);
+  const p = q + from;
+  const first = text ? firstPart(text, p) : p;
+  const name = text?.labels[first] ?? String(q);
   const again = text && (first !== p || text.labels.indexOf(name) !== text.labels.lastIndexOf(name));
   const cell = el(
     'a',
@@ -120,13 +134,14 @@ function looker(l, h, { text, from }, q, w) {
   return el('span', { className: 'looker' }, cell, NBSP + short(w));
 }
 
+// Show which heads look most at the chosen token, and paint each token by how much it looks at it.
 async function look(spans, text) {
-  const mine = turn,
-    token = quoted(text.labels[firstPart(text, chosen)]),
-    box = $('looking');
+  const mine = turn;
+  const box = $('looking');
   box.replaceChildren(el('progress'), ' ', translate('comparing'));
+  /** @type {LookingHeads & { error?: string }} */
   const { heads, tokens, error } = await json(`${sampleAt(record.run, record.sample)}/looking?key=${chosen}`).catch(
-    found => ({ heads: [], error: found.message }),
+    found => ({ heads: [], tokens: [], error: found.message }),
   );
   if (mine !== turn) return;
   const back = el('button', {
@@ -146,41 +161,46 @@ async function look(spans, text) {
     paint(span, tone(state.scale, tokens[p], end));
     span.title = `${isolated(text.labels[p])} ${short(tokens[p])}`;
   });
-  const rows = heads.map(({ layer, head, share, queries }) => {
-    const i = record.index(layer, head),
-      side = record.sides(record.numbered.get(layer)).query;
-    return el(
-      'li',
-      {},
-      el(
-        'a',
-        { href: toHead(record.run, record.sample, layer, head), k: record.kinds[i] },
-        glyph(record.kinds[i]),
-        record.short(i),
-      ),
-      el('span', { className: 'num', textContent: short(share) }),
-      el(
-        'small',
-        {},
-        translate('looks.from') + ' ',
-        ...queries.flatMap(([q, w], n) => [n ? translate('join.comma') : '', looker(layer, head, side, q, w)]),
-      ),
-    );
-  });
+  box.replaceChildren(...lookingHeads(heads, quoted(text.labels[firstPart(text, chosen)]), end), back);
+}
+
+// The list of the heads that look at a token, below a scale that ends at `end`.
+function lookingHeads(heads, token, end) {
   const notes = [
     translate('looks.note', { token }),
     ...(state.scale === 'log' ? [] : [translate('scale.end', { end: exact(end) })]),
     ...(record.layers.some(layer => layer.rows === 'largest') ? [translate('looks.stored')] : []),
   ];
-  box.replaceChildren(
+  return [
     el(
       'div',
       { className: 'about' },
       el('h3', { textContent: translate('looks.title', { token }) }),
       tickedRamp(220, state.scale, end),
     ),
-    el('ul', {}, ...rows),
+    el('ul', {}, ...heads.map(lookingHead)),
     el('p', { className: 'note', textContent: notes.join(translate('join.sentences')) }),
-    back,
+  ];
+}
+
+function lookingHead(/** @type {LookingHead} */ { layer, head, share, queries }) {
+  const i = record.index(layer, head);
+  const side = record.sides(record.numbered.get(layer)).query;
+  return el(
+    'li',
+    {},
+    el(
+      'a',
+      { href: toHead(record.run, record.sample, layer, head), k: record.kinds[i] },
+      glyph(record.kinds[i]),
+      record.short(i),
+    ),
+    el('span', { className: 'num', textContent: short(share) }),
+    el(
+      'small',
+      {},
+      translate('looks.from') + ' ',
+      ...queries.flatMap(([q, w], n) => [n ? translate('join.comma') : '', looker(layer, head, side, q, w)]),
+    ),
   );
 }

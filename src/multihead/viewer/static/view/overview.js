@@ -1,13 +1,13 @@
 // The page of all heads: title and facts, the text, the findings, filter and kinds, the grid with its inspector, the table, the
 // definitions.
-import { $, el, NBSP, translate, waitingNote } from '../shared/dom.js';
+import { $, el, elementIn, NBSP, translate, waitingNote } from '../shared/dom.js';
 import { fits, unmatched } from '../shared/filter.js';
-import { alignmentTag, kindChips, kindTags, pathLine } from '../shared/kinds.js';
 import { colourOf, isOutline } from '../shared/kindlist.js';
+import { alignmentTag, kindChips, kindTags, pathLine } from '../shared/kinds.js';
 import { blockNote, cellNote, scaleChoice, tickedRamp } from '../shared/legend.js';
 import { count } from '../shared/numbers.js';
 import { definitions, numbersTable } from '../shared/statistics.js';
-import { showRows, table } from '../shared/table.js';
+import { showRows, showTable } from '../shared/table.js';
 import { downloads, json, sampleAt } from './api.js';
 import { changed } from './changed.js';
 import {
@@ -30,8 +30,11 @@ import { openingText } from './opening.js';
 import { save, state, toHead } from './permalink.js';
 import { view } from './record.js';
 
-let record = null,
-  goTo = () => {};
+/** @import { Sample } from './record.js' */
+
+/** @type {Sample} */
+let record = null;
+let goTo = () => {};
 const asFiltered = i => ({
   ...record.heads[i],
   kinds: record.allKinds[i],
@@ -51,7 +54,7 @@ const why = () =>
     record.heads.map((_, i) => asFiltered(i)),
   );
 const statisticsTable = () =>
-  table({
+  showTable({
     kinds: record.allKinds,
     statistics: record.metrics,
     link: i => headLink(record, i),
@@ -118,6 +121,7 @@ function later() {
 }
 
 // Of several texts: what stands out over all of them, or on the chosen one; the maps are those of the chosen one.
+/** @type {Map<number, FindingDescription[] | null>} */
 const together = new Map(); // run -> the answer, or null until it has arrived
 let ofAll = true;
 function findingsOfAll(run) {
@@ -125,7 +129,7 @@ function findingsOfAll(run) {
     together.set(run, null);
     json(`api/runs/${run}/texts`)
       .then(
-        answer => together.set(run, answer.findings),
+        (/** @type {AllTextsDescription} */ answer) => together.set(run, answer.findings),
         () => together.delete(run),
       )
       .finally(() => {
@@ -142,7 +146,7 @@ function choiceOfTexts({ samples, texts }) {
       onclick: () => {
         ofAll = all;
         findings();
-        $('findsof').querySelector('[aria-pressed=true]').focus();
+        elementIn($('findsof'), '[aria-pressed=true]').focus();
       },
     });
   const n = count(samples[record.sample].number);
@@ -158,9 +162,9 @@ function choiceOfTexts({ samples, texts }) {
 }
 
 function findings() {
-  const run = view.runs[record.run],
-    several = run.comparable && run.samples.length > 1,
-    found = several && ofAll ? findingsOfAll(record.run) : record.findings;
+  const run = view.runs[record.run];
+  const several = run.comparable && run.samples.length > 1;
+  const found = several && ofAll ? findingsOfAll(record.run) : record.findings;
   $('findsec').hidden = false;
   $('findsof').hidden = !several;
   if (several) choiceOfTexts(run);
@@ -174,8 +178,8 @@ function findings() {
   }
   $('finds').replaceChildren(
     ...found.map(({ layer, head, sentence, count: number, over_texts: over }) => {
-      const i = record.index(layer, head),
-        notes = [over?.sentence, number, isOutline(record.kinds[i]) ? translate('map of text') : ''];
+      const i = record.index(layer, head);
+      const notes = [over?.sentence, number, isOutline(record.kinds[i]) ? translate('map of text') : ''];
       const words = el(
         'p',
         {},
@@ -206,7 +210,7 @@ function chips() {
 }
 
 function narrowed() {
-  fade(record, passes);
+  fade(passes);
   statisticsTable();
   save();
 }
@@ -222,19 +226,19 @@ $('filter').oninput = () => {
 };
 
 function scale() {
-  const missing = mapsMissing(record),
-    change = name => {
-      state.scale = name;
-      redrawRows();
-      scale();
-      inspect(litHead());
-      statisticsTable();
-      save();
-      $('scale').querySelector('[aria-pressed=true]').focus();
-    };
-  const means = mapBlocks(record),
-    hides = record.layers.some(layer => layer.hides),
-    blind = record.layers.filter(layer => layer.blind).length;
+  const missing = mapsMissing(record);
+  const change = name => {
+    state.scale = name;
+    redrawRows();
+    scale();
+    inspect(litHead());
+    statisticsTable();
+    save();
+    elementIn($('scale'), '[aria-pressed=true]').focus();
+  };
+  const means = mapBlocks(record);
+  const hides = record.layers.some(layer => layer.hides);
+  const blind = record.layers.filter(layer => layer.blind).length;
   const notes = [
     translate('one scale'),
     ...new Set(means.map(blockNote)),
@@ -267,10 +271,10 @@ export function building(of = record) {
 export const progressed = () => scale();
 
 function inspect(i) {
-  const { picture, block, top } = inspected(record, i, 300),
-    note = block ? [el('p', { className: 'note', textContent: cellNote(block, state.scale, top) })] : [];
-  const { l, h } = record.heads[i],
-    link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, picture);
+  const { picture, block, top } = inspected(record, i, 300);
+  const note = block ? [el('p', { className: 'note', textContent: cellNote(block, state.scale, top) })] : [];
+  const { l, h } = record.heads[i];
+  const link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, picture);
   link.classList.add('framed');
   link.style.setProperty('--k', colourOf(record.kinds[i]));
   $('insp').replaceChildren(

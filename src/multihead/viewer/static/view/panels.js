@@ -10,4 +10,6 @@ import { mapPanel } from './map.js';
 import { contextPanel, stripPanel, textPanel, valuePanel } from './reading.js';
 
 export const PANELS = [mapPanel, valuePanel, stripPanel, contextPanel, textPanel];
-export const forgetPanels = () => PANELS.forEach(panel => panel.forget());
+export function forgetPanels() {
+  for (const panel of PANELS) panel.forget();
+}

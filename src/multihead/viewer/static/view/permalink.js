@@ -30,9 +30,9 @@ const number = (text, otherwise) => (text !== null && text !== '' && Number.isFi
 const name = ({ l, h }) => `L${l}H${h}`;
 
 export function read(hash) {
-  const given = new URLSearchParams(hash.replace(/^#/, '')),
-    run = Math.floor(number(given.get('r'), 0)),
-    b = headIn(given.get('b'));
+  const given = new URLSearchParams(hash.replace(/^#/, ''));
+  const run = Math.floor(number(given.get('r'), 0));
+  const b = headIn(given.get('b'));
   return {
     run,
     sample: Math.floor(number(given.get('t'), 0)),
@@ -52,6 +52,7 @@ export function read(hash) {
 }
 
 export function write(st = state) {
+  /** @type {Record<string, string | number>} */
   const out = {};
   if (st.run) out.r = st.run;
   if (st.sample) out.t = st.sample;
@@ -76,7 +77,7 @@ export function write(st = state) {
       s: +st.masked,
     });
   }
-  return '#' + new URLSearchParams(out);
+  return '#' + new URLSearchParams(Object.entries(out).map(([name, value]) => [name, String(value)]));
 }
 
 // The address of a head's whole map, or of all heads, keeping the other choices.

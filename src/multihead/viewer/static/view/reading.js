@@ -1,7 +1,7 @@
 // The panels of the query that is read, the one under the pointer or the chosen one: its weight on a key, the strip along the
 // text, the largest weights in context, the text around it.
 import { css, hatching, paint, rgb, rootEnd, sized, tone } from '../shared/colour.js';
-import { $, el, translate } from '../shared/dom.js';
+import { $, el, elementAround, translate } from '../shared/dom.js';
 import { isSingle } from '../shared/legend.js';
 import { count, exact, keepLargest, percent, short } from '../shared/numbers.js';
 import { directionOf, isolated, phrase, quoted, setText } from '../shared/tokens.js';
@@ -11,48 +11,50 @@ import { state } from './permalink.js';
 import { label } from './record.js';
 import { row, wantRows } from './rows.js';
 
-const STRONGEST = 9,
-  BEFORE = 120,
-  AFTER = 30,
-  WHOLE = 400;
+/** @import { Scene } from './head.js' */
+
+const STRONGEST = 9;
+const BEFORE = 120;
+const AFTER = 30;
+const WHOLE = 400;
 let drawn = '';
 
 // The query that is read: its weights a, b (of the second head), what follows from them, and whether it has changed since it
 // was drawn. A weight is NaN where it is masked, -1 where the page does not store it. Null until the weights have arrived.
-export function reading(scene, pointed) {
-  const q = pointed ? pointed[0] : state.q,
-    places = [scene.a, ...(state.compare && q < scene.otherLayer.queries ? [scene.b] : [])];
+export function reading(/** @type {Scene} */ scene, pointed) {
+  const q = pointed ? pointed[0] : state.q;
+  const places = [scene.a, ...(state.compare && q < scene.otherLayer.queries ? [scene.b] : [])];
   if (!scene.layer.rows) {
     $('read').setAttribute('aria-busy', 'false');
     return { q, a: null };
   }
   wantRows(places, q);
-  const a = row(scene.a, q),
-    b = state.compare ? row(scene.b, q) : null,
-    here = a && (places.length < 2 || b);
+  const a = row(scene.a, q);
+  const b = state.compare ? row(scene.b, q) : null;
+  const here = a && (places.length < 2 || b);
   $('read').setAttribute('aria-busy', String(!here));
   if (!here) return null; // the panels stay as they are until the whole row has arrived
-  const shares = summary(a, scene),
-    now = [JSON.stringify(places), q, state.scale, state.masked, $('right').clientWidth].join(),
-    changed = now !== drawn || !pointed;
+  const shares = summary(a, scene);
+  const now = [JSON.stringify(places), q, state.scale, state.masked, $('right').clientWidth].join();
+  const changed = now !== drawn || !pointed;
   drawn = now;
   return { q, a, b, shares, changed };
 }
 
 // Summarise a row: its largest weights, its entropy and its colour scale (linear ends at the largest weight); a masked first
 // key is left out.
-function summary(a, scene) {
-  const best = [],
-    weight = j => a[j];
-  let entropy = 0,
-    top = 0,
-    sees = 0,
-    stored = 0,
-    total = 0,
-    last = -1;
+function summary(a, /** @type {Scene} */ scene) {
+  const best = [];
+  const weight = j => a[j];
+  let entropy = 0;
+  let top = 0;
+  let sees = 0;
+  let stored = 0;
+  let total = 0;
+  let last = -1;
   for (let j = 0; j < a.length; j++) {
     const w = a[j];
-    if (w !== w) continue;
+    if (Number.isNaN(w)) continue;
     sees++;
     last = j;
     if (w < 0) continue;
@@ -81,11 +83,11 @@ function summary(a, scene) {
 const notStored = n => translate(n === 1 ? 'not stored 1' : 'not stored', { n });
 
 // The panels that read weights have something to show where the record or the page has single weights.
-const readable = scene => !!scene.layer.rows;
+const readable = (/** @type {Scene} */ scene) => !!scene.layer.rows;
 const readPanel = (box, draw, forget = () => {}) => ({
   box,
   fits: readable,
-  draw: (scene, pointed, read, redraw) => {
+  draw: (/** @type {Scene} */ scene, _pointed, read, redraw) => {
     if (read?.changed) draw(scene, read, redraw);
   },
   forget,
@@ -94,9 +96,9 @@ const readPanel = (box, draw, forget = () => {}) => ({
 export const valuePanel = {
   box: 'read',
   fits: () => true,
-  draw: (scene, pointed, read) => {
+  draw: (/** @type {Scene} */ scene, pointed, read) => {
     if (!read) return;
-    if (read.a) valueOf(scene, pointed, read);
+    if (read.a) showWeight(scene, pointed, read);
     else meanOf(scene, pointed ?? [state.q, Math.min(state.q + scene.layer.queryStart, scene.layer.keys - 1)]);
   },
   forget: () => {
@@ -120,12 +122,12 @@ function show(sides, words, worded, notes, value = '') {
   );
 }
 
-function valueOf(scene, pointed, { q, a, b, shares }) {
-  const key = pointed && pointed[1] >= 0 ? pointed[1] : (shares.best[0] ?? -1),
-    blind = !shares.sees,
-    w = key >= 0 ? a[key] : NaN,
-    hidden = w !== w,
-    partial = shares.stored < shares.sees;
+function showWeight(/** @type {Scene} */ scene, pointed, { q, a, b, shares }) {
+  const key = pointed && pointed[1] >= 0 ? pointed[1] : (shares.best[0] ?? -1);
+  const blind = !shares.sees;
+  const w = key >= 0 ? a[key] : NaN;
+  const hidden = Number.isNaN(w);
+  const partial = shares.stored < shares.sees;
   const words = blind
     ? translate('no keys visible')
     : hidden
@@ -148,10 +150,10 @@ function valueOf(scene, pointed, { q, a, b, shares }) {
 
 // The cell of a map at a query and key: its mean and what it covers; null if it is not in view.
 function cellOf(query, key) {
-  const one = shown.a,
-    { high, wide } = shown.span ?? {},
-    r = Math.floor(query / high) - one?.r0,
-    c = Math.floor(key / wide) - one?.c0;
+  const one = shown.a;
+  const { high, wide } = shown.span ?? {};
+  const r = Math.floor(query / high) - one?.r0;
+  const c = Math.floor(key / wide) - one?.c0;
   return one && r >= 0 && c >= 0 && r < one.rows && c < one.cols
     ? { mean: one.values[r * one.cols + c], high, wide, r: r + one.r0, c: c + one.c0 }
     : null;
@@ -166,15 +168,15 @@ function blockMean(query, key) {
 }
 
 // Without single weights: the mean of a cell, and the queries and keys that it covers.
-function meanOf(scene, [query, key]) {
+function meanOf(/** @type {Scene} */ scene, [query, key]) {
   const cell = cellOf(query, key);
   if (!cell) {
     $('read').replaceChildren();
     return;
   }
-  const { mean, high, wide, r, c } = cell,
-    span = (at, block, all) =>
-      block === 1 ? count(at) : `${count(at * block)}–${count(Math.min(all, (at + 1) * block) - 1)}`;
+  const { mean, high, wide, r, c } = cell;
+  const span = (at, block, all) =>
+    block === 1 ? count(at) : `${count(at * block)}–${count(Math.min(all, (at + 1) * block) - 1)}`;
   show(
     [
       translate('queries n', { range: span(r, high, scene.layer.queries) }),
@@ -182,21 +184,21 @@ function meanOf(scene, [query, key]) {
       '→ ',
       translate('keys n', { range: span(c, wide, scene.layer.keys) }),
     ],
-    mean === mean ? exact(mean) : translate('masked'),
-    mean !== mean,
-    mean === mean && !isSingle([high, wide]) ? [translate('mean of block', { rows: high, columns: wide })] : [],
+    !Number.isNaN(mean) ? exact(mean) : translate('masked'),
+    Number.isNaN(mean),
+    !Number.isNaN(mean) && !isSingle([high, wide]) ? [translate('mean of block', { rows: high, columns: wide })] : [],
     String(mean),
   );
 }
 
-export const stripPanel = readPanel('along', (scene, { q, a, shares }, redraw) => {
-  const canvas = $('strip'),
-    width = Math.max(120, $('right').clientWidth - 32),
-    high = 36,
-    pen = sized(canvas, width, 58),
-    bins = Math.min(a.length, Math.floor(width / 2));
-  const size = width / bins,
-    from = b => Math.floor((b * a.length) / bins);
+export const stripPanel = readPanel('along', (/** @type {Scene} */ scene, { q, a, shares }, redraw) => {
+  const canvas = $('strip');
+  const width = Math.max(120, $('right').clientWidth - 32);
+  const high = 36;
+  const pen = sized(canvas, width, 58);
+  const bins = Math.min(a.length, Math.floor(width / 2));
+  const size = width / bins;
+  const from = b => Math.floor((b * a.length) / bins);
   canvas.onclick = event => {
     const box = canvas.getBoundingClientRect();
     centre(scene.layer, state.q, ((event.clientX - box.left) / box.width) * scene.layer.keys);
@@ -207,8 +209,8 @@ export const stripPanel = readPanel('along', (scene, { q, a, shares }, redraw) =
   for (let b = 0; b < bins; b++) {
     let max = NaN;
     for (let j = from(b); j < Math.max(from(b) + 1, from(b + 1)); j++)
-      if (!(state.masked && !j) && !(a[j] <= max) && a[j] === a[j]) max = a[j];
-    if (max !== max) {
+      if (!(state.masked && !j) && !(a[j] <= max) && !Number.isNaN(a[j])) max = a[j];
+    if (Number.isNaN(max)) {
       pen.fillStyle = hatch;
       pen.fillRect(b * size, 0, size + 0.5, high);
       continue;
@@ -244,28 +246,28 @@ export const stripPanel = readPanel('along', (scene, { q, a, shares }, redraw) =
 });
 
 // List the largest weights with the text around their keys, one per line, which shows an induction head best.
-export const contextPanel = readPanel('context', (scene, { q, a, shares }, redraw) => {
+export const contextPanel = readPanel('context', (/** @type {Scene} */ scene, { q, a, shares }, redraw) => {
   const { text, from } = scene.sides.key;
   const cell = (name, ...children) => el('span', { className: name }, ...children);
-  const dir = text ? directionOf(text) : 'ltr',
-    around = (start, stop) => el('bdi', { dir, textContent: text ? phrase(text, start + from, stop + from) : '' });
+  const dir = text ? directionOf(text) : 'ltr';
+  const around = (start, stop) => el('bdi', { dir, textContent: text ? phrase(text, start + from, stop + from) : '' });
   $('kwic').classList.toggle('bare', !text);
   $('kwic').dir = dir;
   $('kwic').replaceChildren(
     ...shares.best.flatMap(j => {
-      const word = label(scene.sides.key, j),
-        go = el(
-          'button',
-          {
-            onclick: () => {
-              state.q = q;
-              centre(scene.layer, q, j, 56);
-              redraw();
-            },
-            'aria-label': translate('go there', { key: count(j), token: quoted(word), share: short(a[j]) }),
+      const word = label(scene.sides.key, j);
+      const go = el(
+        'button',
+        {
+          onclick: () => {
+            state.q = q;
+            centre(scene.layer, q, j, 56);
+            redraw();
           },
-          el('bdi', { textContent: word }),
-        );
+          'aria-label': translate('go there', { key: count(j), token: quoted(word), share: short(a[j]) }),
+        },
+        el('bdi', { textContent: word }),
+      );
       paint(go, shares.tone(a[j]));
       return [
         cell('n', count(j)),
@@ -285,32 +287,36 @@ export const contextPanel = readPanel('context', (scene, { q, a, shares }, redra
   });
 });
 
+const shownParts = new Map(); // box of a text -> the part of the text that is in it
+const resting = new Set(); // boxes whose text must not move, because the pointer is on it
+
 // A text of which the part around a token is shown; a word of it that is pointed at or clicked is the query, if it is one.
 function partOfText(box, { text, from }, length, at, before) {
-  const start = length <= WHOLE ? 0 : Math.max(0, Math.min(length - BEFORE - AFTER, at - before)),
-    end = length <= WHOLE ? length : Math.min(length, start + BEFORE + AFTER);
-  const held = box.held;
-  if (box.still && held?.text === text && at >= held.start && at < held.end) return held; // it does not move under the pointer
-  if (held?.text !== text || held.start !== start || held.end !== end)
-    box.held = { text, start, end, list: setText(box, text, start + from, end + from) };
-  return box.held;
+  const start = length <= WHOLE ? 0 : Math.max(0, Math.min(length - BEFORE - AFTER, at - before));
+  const end = length <= WHOLE ? length : Math.min(length, start + BEFORE + AFTER);
+  const held = shownParts.get(box);
+  if (resting.has(box) && held?.text === text && at >= held.start && at < held.end) return held;
+  if (held?.text === text && held.start === start && held.end === end) return held;
+  const part = { text, start, end, list: setText(box, text, start + from, end + from) };
+  shownParts.set(box, part);
+  return part;
 }
-function selectable(box, start, queryOf, queries, { point, redraw }) {
+function selectable(box, queryOf, queries, { point, redraw }) {
   const query = event => {
-    const p = event.target.closest?.('.tk')?.dataset.p,
-      q = p === undefined ? -1 : queryOf(+p);
+    const p = elementAround(event, '.tk')?.dataset.p;
+    const q = p === undefined ? -1 : queryOf(+p);
     return q >= 0 && q < queries ? q : -1;
   };
   box.onmouseover = event => {
     const q = query(event);
     if (q >= 0) {
-      box.still = true;
+      resting.add(box);
       point(q);
     }
   };
   box.onmouseleave = () => {
     point(-1);
-    box.still = false;
+    resting.delete(box);
   };
   box.onclick = event => {
     const q = query(event);
@@ -322,40 +328,40 @@ function selectable(box, start, queryOf, queries, { point, redraw }) {
 }
 function scrollToMark(box, list) {
   const on = list.find(one => one.classList.contains('on'));
-  if (on && !box.still && box.scrollHeight > box.clientHeight + 4)
+  if (on && !resting.has(box) && box.scrollHeight > box.clientHeight + 4)
     box.scrollTop = on.offsetTop - box.offsetTop - box.clientHeight * 0.6;
 }
 
-export const pointing = { point: () => {} }; // show a query as if it were pointed at, -1 for none
+export const pointing = { point: _query => {} }; // show a query as if it were pointed at, -1 for none
 export const textPanel = {
-  ...readPanel('over', (scene, { q, a, shares }, redraw) => {
-    const { layer, sides } = scene,
-      { text, from } = sides.key,
-      box = $('text'),
-      n = a.length,
-      at = layer.crosses ? (shares.best[0] ?? 0) : q + layer.queryStart;
+  ...readPanel('over', (/** @type {Scene} */ scene, { q, a, shares }, redraw) => {
+    const { layer, sides } = scene;
+    const { text, from } = sides.key;
+    const box = $('text');
+    const n = a.length;
+    const at = layer.crosses ? (shares.best[0] ?? 0) : q + layer.queryStart;
     $('span').textContent = '';
     $('queries').hidden = !layer.crosses || !sides.query.text;
     if (!$('queries').hidden) {
       const { list, start } = partOfText($('querytext'), sides.query, layer.queries, q, BEFORE / 2);
-      list.forEach((one, k) => one.classList.toggle('on', start + k === q));
-      selectable($('querytext'), start, p => p - sides.query.from, layer.queries, { ...pointing, redraw });
+      for (const [k, one] of list.entries()) one.classList.toggle('on', start + k === q);
+      selectable($('querytext'), p => p - sides.query.from, layer.queries, { ...pointing, redraw });
       scrollToMark($('querytext'), list);
     }
     if (!text) {
-      box.held = null;
+      shownParts.delete(box);
       box.replaceChildren(el('span', { className: 'note', textContent: translate('no tokens') }));
       return;
     }
     const { list, start, end } = partOfText(box, sides.key, n, at, shares.causal ? BEFORE : (BEFORE + AFTER) / 2);
-    selectable(box, start, p => (layer.crosses ? -1 : p - from - layer.queryStart), layer.queries, {
+    selectable(box, p => (layer.crosses ? -1 : p - from - layer.queryStart), layer.queries, {
       ...pointing,
       redraw,
     });
     list.forEach((one, k) => {
-      const j = start + k,
-        w = a[j],
-        hidden = w !== w;
+      const j = start + k;
+      const w = a[j];
+      const hidden = Number.isNaN(w);
       paint(one, hidden || (state.masked && !j) ? 0 : shares.tone(w));
       one.classList.toggle('on', !layer.crosses && j === at);
       one.classList.toggle('unseen', hidden);
@@ -366,7 +372,5 @@ export const textPanel = {
     $('span').textContent = n <= WHOLE ? '' : `${count(start)}–${count(end - 1)}`;
     scrollToMark(box, list);
   }),
-  forget: () => {
-    for (const id of ['text', 'querytext']) $(id).held = null;
-  },
+  forget: () => shownParts.clear(),
 };

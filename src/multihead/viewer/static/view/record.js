@@ -2,29 +2,49 @@
 // number in the model everywhere, also in addresses.
 import { translate } from '../shared/dom.js';
 import { HeadList } from '../shared/headlist.js';
-import { kindNames, roleName } from '../shared/kinds.js';
 import { addLegend } from '../shared/kindlist.js';
+import { kindNames, roleName } from '../shared/kinds.js';
 import { statistic } from '../shared/statistics.js';
 import { json, sampleAt } from './api.js';
 
 const BUILT = 6;
+/** @type {ViewDescription} */
 export const view = { lang: 'en', runs: [], foot: '', precision: '', similar: false, looking: false, served: false };
 
+/** @extends {HeadList<LayerDescription>} */
 export class Sample extends HeadList {
-  constructor(run, sample, { kinds, columns, metrics, chance, full, ...rest }) {
-    const { layers, legend } = rest;
+  /**
+   * @param {number} run
+   * @param {number} sample
+   * @param {SampleDescription} described
+   */
+  constructor(run, sample, described) {
+    const { layers, legend, kinds, columns, metrics, chance, full } = described;
     super(layers);
-    Object.assign(this, { run, sample, ...rest }); // lead, facts, pattern, texts, received, labels, layers, noMaps, unrecorded, findings, legend; of a file: stored, precision
+    this.run = run;
+    this.sample = sample;
+    this.lead = described.lead;
+    this.facts = described.facts;
+    this.pattern = described.pattern;
+    this.texts = described.texts;
+    this.received = described.received;
+    this.labels = described.labels;
+    this.noMaps = described.noMaps;
+    this.unrecorded = described.unrecorded;
+    this.findings = described.findings;
+    this.legend = legend;
+    this.stored = described.stored; // of a file
     addLegend(legend);
     this.allKinds = kinds;
     this.kinds = kinds.map(([first]) => first); // the colour of each head
     this.name = view.runs[run].name;
     this.title = view.runs[run].title || this.name;
     this.keep = view.runs[run].keep;
-    this.precision ??= view.precision;
+    this.precision = described.precision ?? view.precision;
     this.queries = Math.max(...layers.map(layer => layer.queries));
     this.keys = Math.max(...layers.map(layer => layer.keys));
-    const largest = { entropy: i => full[i], effective_keys: i => this.layer(i).keys }; // of these the bars end at what the masks allow
+    // The bars of these statistics end at what the masks allow.
+    const largest = { entropy: i => full[i], effective_keys: i => this.layer(i).keys };
     this.metrics = columns
       .filter(column => Object.hasOwn(metrics, column.id))
       .map(column =>
@@ -36,6 +56,7 @@ export class Sample extends HeadList {
         ),
       );
     // Levels from 6 on are not requested until the server has built them.
+    /** @type {Omit<LevelsProgress, 'state'> & { state: LevelsProgress['state'] | 'unknown' }} */
     this.progress = {
       state: this.layers.some(layer => layer.blocks.length > BUILT) ? 'unknown' : 'ready',
       done: 0,
@@ -79,6 +100,13 @@ export class Sample extends HeadList {
 }
 
 const kept = new Map();
+
+/**
+ * Request the description of a text of a run, once.
+ * @param {number} run
+ * @param {number} sample
+ * @returns {Promise<Sample>}
+ */
 export function sampleOf(run, sample) {
   const key = `${run} ${sample}`;
   if (!kept.has(key)) {

@@ -16,8 +16,8 @@ export const row = (where, q) => rows.get(nameOf(where, q));
 export function wantRows(places, q) {
   rows.abortOthers(new Set(places.map(where => nameOf(where, q))));
   for (const where of places) {
-    const name = nameOf(where, q),
-      address = `${headAt(where.run, where.sample, where.l, where.h)}/row?query=${q}`;
+    const name = nameOf(where, q);
+    const address = `${headAt(where.run, where.sample, where.l, where.h)}/row?query=${q}`;
     if (rows.has(name) || rows.requested.has(name)) continue;
     rows
       .request(name, async signal => (await floats(address, signal)).values)

@@ -22,16 +22,16 @@ function clip(pen, text, max) {
   return letters.join('') + '…';
 }
 
-export function rulers(pen, pane, layer, { query, key }, pointed) {
+export function rulers(pen, pane, /** @type {LayerDescription} */ layer, { query, key }, pointed) {
   pen.textBaseline = 'middle';
   pen.direction = 'ltr';
   if (pane.which !== 'b') left(pen, pane, layer, query, pointed);
   above(pen, pane, layer, key, pointed);
 }
 
-function left(pen, pane, layer, side, pointed) {
-  const at = i => pane.above + (i - state.y) * pane.y,
-    end = Math.min(layer.queries, state.y + pane.height / pane.y);
+function left(pen, pane, /** @type {LayerDescription} */ layer, side, pointed) {
+  const at = i => pane.above + (i - state.y) * pane.y;
+  const end = Math.min(layer.queries, state.y + pane.height / pane.y);
   pen.textAlign = 'right';
   if (pane.y >= WORDS && side.text && !pane.phone) {
     for (let i = Math.ceil(state.y - 0.5); i + 0.5 < end; i++) {
@@ -41,8 +41,8 @@ function left(pen, pane, layer, side, pointed) {
     }
     return;
   }
-  const step = roundedUp(Math.max(1, 34 / pane.y)),
-    half = pane.y > 4 ? 0.5 : 0; // a wide cell is labelled in its middle
+  const step = roundedUp(Math.max(1, 34 / pane.y));
+  const half = pane.y > 4 ? 0.5 : 0; // a wide cell is labelled in its middle
   for (let i = Math.ceil(state.y / step) * step; i + half <= end; i += step) {
     pen.fillStyle = css('line2');
     pen.fillRect(pane.left - 7, at(i + half) - 0.5, 6, 1);
@@ -55,15 +55,15 @@ function left(pen, pane, layer, side, pointed) {
   }
 }
 
-function above(pen, pane, layer, side, pointed) {
-  const at = j => pane.left + (j - state.x) * pane.x,
-    end = Math.min(layer.keys, state.x + pane.width / pane.x),
-    room = pane.top - (pane.two ? 38 : 14);
+function above(pen, pane, /** @type {LayerDescription} */ layer, side, pointed) {
+  const at = j => pane.left + (j - state.x) * pane.x;
+  const end = Math.min(layer.keys, state.x + pane.width / pane.x);
+  const room = pane.top - (pane.two ? 38 : 14);
   if (pane.x >= WORDS && side.text && !pane.phone) {
     for (let j = Math.ceil(state.x - 0.5); j + 0.5 < end; j++) {
-      const words = label(side, j),
-        level = UPRIGHT.test(words),
-        on = pointed?.[1] === j;
+      const words = label(side, j);
+      const level = UPRIGHT.test(words);
+      const on = pointed?.[1] === j;
       face(pen, on, on ? 'ink' : 'soft');
       pen.save();
       pen.translate(at(j + 0.5), pane.above - 7);
@@ -74,8 +74,8 @@ function above(pen, pane, layer, side, pointed) {
     }
     return;
   }
-  const step = roundedUp(Math.max(1, (pane.phone ? 62 : 76) / pane.x)),
-    half = pane.x > 4 ? 0.5 : 0;
+  const step = roundedUp(Math.max(1, (pane.phone ? 62 : 76) / pane.x));
+  const half = pane.x > 4 ? 0.5 : 0;
   for (let j = Math.ceil(state.x / step) * step; j + half <= end; j += step) {
     const x = at(j + half);
     pen.fillStyle = css('line2');
@@ -88,7 +88,7 @@ function above(pen, pane, layer, side, pointed) {
 
 // The names of the axes; where tokens label an axis, and on a phone, both ranges in view in a line below the map and its
 // strips; `strips` is the height of the strips in pixels.
-export function captions(pen, pane, layer, sides, strips) {
+export function captions(pen, pane, /** @type {LayerDescription} */ layer, sides, strips) {
   const worded = {
     x: pane.x >= WORDS && sides.key.text && !pane.phone,
     y: pane.y >= WORDS && sides.query.text && !pane.phone,

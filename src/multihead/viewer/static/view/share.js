@@ -30,9 +30,9 @@ async function share(most) {
     const response = await request(wanted(most));
     if (!response.ok)
       throw new Error((await response.json().catch(() => ({}))).error ?? `${response.status} ${response.statusText}`);
-    const name = /filename="([^"]+)"/.exec(response.headers.get('Content-Disposition') ?? '')?.[1] ?? 'view.html',
-      file = await response.blob(),
-      size = file.size;
+    const name = /filename="([^"]+)"/.exec(response.headers.get('Content-Disposition') ?? '')?.[1] ?? 'view.html';
+    const file = await response.blob();
+    const size = file.size;
     const save = () => {
       const url = URL.createObjectURL(file);
       Object.assign(document.createElement('a'), { href: url, download: name }).click();
@@ -40,10 +40,10 @@ async function share(most) {
       show();
     };
     const readable =
-        size < 1e6
-          ? translate('kilobytes', { n: (size / 1e3).toFixed(0) })
-          : translate('megabytes', { n: +(size / 1e6).toFixed(1) }),
-      smaller = size > SMALL && !most ? [button(translate('share smaller'), () => share(SMALL)), ' '] : [];
+      size < 1e6
+        ? translate('kilobytes', { n: (size / 1e3).toFixed(0) })
+        : translate('megabytes', { n: +(size / 1e6).toFixed(1) });
+    const smaller = size > SMALL && !most ? [button(translate('share smaller'), () => share(SMALL)), ' '] : [];
     show(
       translate('share size', { size: readable }) + ' ',
       button(translate('save'), save),

@@ -5,16 +5,16 @@ import { KeptArrays } from './kept.js';
 export const SIDE = 256; // cells per side; a cell of level k is the mean of 2^k x 2^k weights
 const AT_ONCE = 4;
 export const arrived = { count: 0, trouble: '', notify: () => {} };
-const refused = new Map(),
-  tiles = new KeptArrays(
-    96 << 20,
-    one => one.values.byteLength,
-    () => {
-      arrived.count++;
-      arrived.trouble = '';
-      arrived.notify();
-    },
-  );
+const refused = new Map();
+const tiles = new KeptArrays(
+  96 << 20,
+  one => one.values.byteLength,
+  () => {
+    arrived.count++;
+    arrived.trouble = '';
+    arrived.notify();
+  },
+);
 let wanted = [];
 
 const nameOf = t => `${t.run} ${t.sample} ${t.l} ${t.h} ${t.level} ${t.i} ${t.j} ${t.masked}`;

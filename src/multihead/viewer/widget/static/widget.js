@@ -1,13 +1,14 @@
-// The view of the widget in a notebook: a page in a shadow root, whose requests travel to the kernel. `viewer` is above.
+// The view of the widget in a notebook: a page in a shadow root, whose requests travel to the kernel.
+// The function `viewer` is that of the page's scripts, which stand before this file (widget/page.py).
 const PATIENCE = 4000; // milliseconds until a page shows that the kernel does not answer
 const OUTPUTS = '.jp-OutputArea-child, .output_area, .output-area, .output'; // around an output: JupyterLab, others
 
 // Send requests to the kernel; an answer comes in parts, because a message has a limited size.
 function transport(model, silent) {
-  const waiting = new Map(),
-    mine = Math.random().toString(36).slice(2); // other views of the model get the answers too
-  let count = 0,
-    heard = performance.now();
+  const waiting = new Map();
+  const mine = Math.random().toString(36).slice(2); // other views of the model get the answers too
+  let count = 0;
+  let heard = performance.now();
   const received = (answer, buffers) => {
     heard = performance.now();
     silent(false);
@@ -65,8 +66,8 @@ function isDark(el) {
 
 // Notebooks change their theme by attributes of the document; its style sheets may arrive later.
 function theme(el, page) {
-  const listeners = [],
-    scheme = { matches: isDark(el), addEventListener: (kind, changed) => listeners.push(changed) };
+  const listeners = [];
+  const scheme = { matches: isDark(el), addEventListener: (_kind, changed) => listeners.push(changed) };
   const show = () => {
     page.dataset.scheme = scheme.matches ? 'dark' : 'light';
   };
@@ -75,13 +76,13 @@ function theme(el, page) {
     if (matches === scheme.matches) return;
     scheme.matches = matches;
     show();
-    listeners.forEach(changed => changed());
+    for (const changed of listeners) changed();
   };
   const watch = new MutationObserver(() => {
-      check();
-      setTimeout(check, 400);
-    }),
-    media = matchMedia('(prefers-color-scheme: dark)');
+    check();
+    setTimeout(check, 400);
+  });
+  const media = matchMedia('(prefers-color-scheme: dark)');
   for (const part of [document.documentElement, document.body]) watch.observe(part, { attributes: true });
   media.addEventListener('change', check);
   show();
@@ -106,182 +107,203 @@ const shows = (now, { layer, head, queries, keys, query }) =>
   now.queries[0] === queries?.[0] &&
   now.keys.every((end, k) => end === keys?.[k]);
 
-function render({ model, el }) {
-  const { html, css, texts, lang, height, mark } = model.get('_page');
-  const shadow = el.attachShadow({ mode: 'open' }),
-    box = document.createElement('div'),
-    page = document.createElement('div'),
-    style = document.createElement('style');
-  style.textContent = css;
-  page.append(...new DOMParser().parseFromString(html, 'text/html').body.childNodes); // it has no text of a record
-  page.lang = lang;
-  page.className = 'page';
-  page.setAttribute('role', 'region');
-  box.className = 'box';
-  box.style.height = height + 'px';
-  box.append(page);
-  shadow.append(style, box);
-  el.classList.add('multihead-view');
-  const notice = document.createElement('p');
-  Object.assign(notice, { className: 'gone', hidden: true });
-  notice.setAttribute('role', 'status');
-  page.prepend(notice);
-  const notify = words => {
-    notice.hidden = !words;
-    notice.textContent = words;
-  };
+// One view of the widget: the page in a shadow root, and what it does with the notebook around it.
+class View {
+  constructor(model, el) {
+    this.model = model;
+    this.el = el;
+    this.viewed = null; // the viewer's page, once the box has a size
+    this.width = 0; // of the box
+    this.sizes = []; // functions that are called when the size has changed
+    this.engaged = false; // whether the last press was in the page
+    this.hash = ''; // what is shown, as the part of an address after #
+    this.moved = () => {};
+    this.sent = JSON.stringify(model.get('selection'));
+    this.build(model.get('_page'));
+    this.kernel = transport(model, silent => this.showSilence(silent));
+    this.colours = theme(el, this.page);
+    this.close = this.listen();
+  }
 
-  const kernel = transport(model, silent => {
-    if (silent || notice.textContent === texts.silent) notify(silent ? texts.silent : '');
-  });
-  const colours = theme(el, page),
-    sizes = [],
-    observer = new ResizeObserver(sized);
-  let viewed = null,
-    engaged = false,
-    hash = '',
-    moved = () => {},
-    sent = JSON.stringify(model.get('selection'));
+  build({ html, css, lang, height, texts, mark }) {
+    this.texts = texts;
+    this.mark = mark;
+    this.shadow = this.el.attachShadow({ mode: 'open' });
+    this.box = document.createElement('div');
+    this.page = document.createElement('div');
+    this.notice = document.createElement('p');
+    const style = document.createElement('style');
+    style.textContent = css;
+    this.page.append(...new DOMParser().parseFromString(html, 'text/html').body.childNodes); // it has no text of a record
+    Object.assign(this.page, { lang, className: 'page' });
+    this.page.setAttribute('role', 'region');
+    Object.assign(this.notice, { className: 'gone', hidden: true });
+    this.notice.setAttribute('role', 'status');
+    this.page.prepend(this.notice);
+    this.box.className = 'box';
+    this.box.style.height = height + 'px';
+    this.box.append(this.page);
+    this.shadow.append(style, this.box);
+    this.el.classList.add('multihead-view');
+  }
 
-  const host = {
-    root: shadow,
-    frame: page,
-    texts: texts,
-    scheme: colours.scheme,
-    address: path => path,
-    request: kernel.request,
-    place: {
-      read: () => hash,
+  // Listen to the notebook, the kernel and the reader; returns the function that ends it.
+  listen() {
+    const observer = new ResizeObserver(() => this.resize());
+    const late = new MutationObserver(() => {
+      if (this.viewed) this.hideStatic(true); // it is shown after the widget
+    });
+    const follow = () => this.follow();
+    // The wheel zooms from a click into the page to a click outside of it.
+    const engage = event => {
+      this.engaged = event.composedPath().includes(this.el);
+    };
+    // JupyterLab acts on keys before or after the page, according to its version; this attribute keeps it from both.
+    const suppress = event => this.el.toggleAttribute('data-lm-suppress-shortcuts', !isCommand(event));
+    this.model.on('change:selection', follow);
+    observer.observe(this.box);
+    late.observe(document.body, { childList: true, subtree: true });
+    this.shadow.addEventListener('click', event => this.click(event));
+    addEventListener('pointerdown', engage, true);
+    addEventListener('keydown', suppress, true);
+    return () => {
+      removeEventListener('keydown', suppress, true);
+      removeEventListener('pointerdown', engage, true);
+      this.model.off('change:selection', follow);
+      observer.disconnect();
+      late.disconnect();
+      this.colours.close();
+      this.kernel.close();
+      this.hideStatic(false);
+    };
+  }
+
+  // What takes the place of the modules host.js for the page's scripts.
+  host() {
+    const { box, page, shadow } = this;
+    return {
+      root: shadow,
+      frame: page,
+      texts: this.texts,
+      scheme: this.colours.scheme,
+      address: path => path,
+      request: this.kernel.request,
+      place: this.place(),
+      size: () => ({ width: box.clientWidth, height: box.clientHeight }),
+      resized: changed => this.sizes.push(changed),
+      before: (kind, act) => shadow.addEventListener(kind, act, true),
+      pressed: act =>
+        shadow.addEventListener('keydown', event => {
+          act(event);
+          if (!isCommand(event)) event.stopPropagation();
+        }),
+      printed: () => {}, // a notebook prints the picture and the table that follow the widget
+      isOutside: () => false,
+      zooms: event => isCommand(event) || this.engaged, // else the wheel scrolls the notebook
+      showKind: map => page.classList.toggle('map', map),
+      entitle: title => page.setAttribute('aria-label', title),
+      toTop: () => {
+        box.scrollTop = 0;
+      },
+      mark: saved => {
+        page.dataset.saved = String(saved);
+        if (saved) this.report();
+      },
+    };
+  }
+
+  place() {
+    return {
+      read: () => this.hash,
       go: next => {
-        if (next !== hash) {
-          hash = next;
-          moved();
-        }
+        if (next === this.hash) return;
+        this.hash = next;
+        this.moved();
       },
       replace: next => {
-        hash = next;
+        this.hash = next;
       },
       listen: changed => {
-        moved = changed;
+        this.moved = changed;
       },
-    },
-    size: () => ({ width: box.clientWidth, height: box.clientHeight }),
-    resized: changed => sizes.push(changed),
-    before: (kind, act) => shadow.addEventListener(kind, act, true),
-    pressed: act =>
-      shadow.addEventListener('keydown', event => {
-        act(event);
-        if (!isCommand(event)) event.stopPropagation();
-      }),
-    printed: () => {}, // a notebook prints the picture and the table that follow the widget
-    isOutside: () => false,
-    zooms: event => isCommand(event) || engaged, // else the wheel scrolls the notebook
-    showKind: map => page.classList.toggle('map', map),
-    entitle: title => page.setAttribute('aria-label', title),
-    toTop: () => {
-      box.scrollTop = 0;
-    },
-    mark: saved => {
-      page.dataset.saved = String(saved);
-      if (saved) report();
-    },
-  };
+    };
+  }
+
+  notify(words) {
+    this.notice.hidden = !words;
+    this.notice.textContent = words;
+  }
+
+  showSilence(silent) {
+    if (silent || this.notice.textContent === this.texts.silent) this.notify(silent ? this.texts.silent : '');
+  }
 
   // The kernel learns what is in view, and the page shows what was selected in the kernel.
-  function report() {
-    const now = viewed?.inView() ?? null,
-      given = model.get('selection'),
-      key = JSON.stringify(now);
-    if (!viewed || key === sent) return;
-    sent = key;
+  report() {
+    const now = this.viewed?.inView() ?? null;
+    const given = this.model.get('selection');
+    const key = JSON.stringify(now);
+    if (!this.viewed || key === this.sent) return;
+    this.sent = key;
     if (now && given && shows(now, given)) return;
-    model.set('selection', now);
-    model.save_changes();
+    this.model.set('selection', now);
+    this.model.save_changes();
   }
-  function follow() {
-    const given = model.get('selection'),
-      key = JSON.stringify(given);
-    if (!viewed || key === sent) return;
-    sent = key;
-    const now = viewed.inView();
-    if (given ? !now || !shows(now, given) : now) viewed.select(given);
+
+  follow() {
+    const given = this.model.get('selection');
+    const key = JSON.stringify(given);
+    if (!this.viewed || key === this.sent) return;
+    this.sent = key;
+    const now = this.viewed.inView();
+    if (given ? !now || !shows(now, given) : now) this.viewed.select(given);
   }
-  model.on('change:selection', follow);
 
   // The page starts once it has a size; a notebook may take the cell out of the document, and put it back.
-  let width = 0;
-  function sized() {
-    if (!box.clientWidth) return;
-    if (!viewed) {
-      viewed = viewer(host);
-      const given = model.get('selection');
-      if (given) viewed.select(given);
-      hideStatic(true);
-    } else if (width) sizes.forEach(changed => changed());
-    width = box.clientWidth;
+  resize() {
+    if (!this.box.clientWidth) return;
+    if (!this.viewed) {
+      this.viewed = viewer(this.host());
+      const given = this.model.get('selection');
+      if (given) this.viewed.select(given);
+      this.hideStatic(true);
+    } else if (this.width) for (const changed of this.sizes) changed();
+    this.width = this.box.clientWidth;
   }
-  observer.observe(box);
 
-  function hideStatic(hidden) {
-    for (const output of document.querySelectorAll(`[data-multihead-static="${mark}"]`)) {
+  hideStatic(hidden) {
+    for (const output of document.querySelectorAll(`[data-multihead-static="${this.mark}"]`)) {
       const around = output.closest(OUTPUTS) ?? output;
-      if (!around.contains(el)) around.style.display = hidden ? 'none' : '';
+      if (around instanceof HTMLElement && !around.contains(this.el)) around.style.display = hidden ? 'none' : '';
     }
   }
-  const late = new MutationObserver(() => {
-    if (viewed) hideStatic(true);
-  }); // it is shown after the widget
-  late.observe(document.body, { childList: true, subtree: true });
 
   // Links within the page change what is shown; downloads are requests too.
-  shadow.addEventListener('click', event => {
-    const link = event.target.closest('a[href]'),
-      to = link?.getAttribute('href');
+  click(event) {
+    const link = event.target.closest('a[href]');
+    const to = link?.getAttribute('href');
     if (!link || event.defaultPrevented) return;
     if (link.hasAttribute('download')) {
       event.preventDefault();
-      save(to);
+      this.save(to);
     } else if (to.startsWith('#')) {
       event.preventDefault();
-      host.place.go(to);
+      this.place().go(to);
     }
-  });
-  async function save(path) {
-    const response = await kernel.request(path);
-    if (!response.ok) {
-      notify((await response.json()).error);
-      return;
-    }
-    const address = URL.createObjectURL(await response.blob()),
-      link = document.createElement('a');
-    Object.assign(link, {
-      href: address,
-      download: /filename="([^"]*)"/.exec(response.headers.get('content-disposition'))?.[1] ?? '',
-    });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(address), 60000);
   }
 
-  // The wheel zooms from a click into the page to a click outside of it.
-  const engage = event => {
-    engaged = event.composedPath().includes(el);
-  };
-  addEventListener('pointerdown', engage, true);
-
-  // JupyterLab acts on keys before or after the page, according to its version; this attribute keeps it from both.
-  const suppress = event => el.toggleAttribute('data-lm-suppress-shortcuts', !isCommand(event));
-  addEventListener('keydown', suppress, true);
-
-  return () => {
-    removeEventListener('keydown', suppress, true);
-    removeEventListener('pointerdown', engage, true);
-    model.off('change:selection', follow);
-    observer.disconnect();
-    late.disconnect();
-    colours.close();
-    kernel.close();
-    hideStatic(false);
-  };
+  async save(path) {
+    const response = await this.kernel.request(path);
+    if (!response.ok) {
+      this.notify((await response.json()).error);
+      return;
+    }
+    const address = URL.createObjectURL(await response.blob());
+    const name = /filename="([^"]*)"/.exec(response.headers.get('content-disposition'))?.[1] ?? '';
+    Object.assign(document.createElement('a'), { href: address, download: name }).click();
+    setTimeout(() => URL.revokeObjectURL(address), 60000);
+  }
 }
 
-export default { render };
+// What notebooks call for each view, with the element of its cell; returns what they call when the cell is removed.
+export default { render: ({ model, el }) => new View(model, el).close };
