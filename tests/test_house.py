@@ -290,3 +290,23 @@ def test_the_citation_has_the_version_and_the_license_of_the_package() -> None:
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
 def test_the_readme_stays_short(page: str) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= 150, f"Move a part of {page} to docs/."
+
+
+SCRIPTS = sorted(path for path in (ROOT / "src").rglob("*.js"))
+STYLES = sorted(path for path in (ROOT / "src").rglob("*.css"))
+
+
+def test_the_first_line_of_every_script_and_style_says_what_it_is_for() -> None:
+    opening = re.compile(r"// [A-Z\"].*|/\* [A-Z\"].*")
+    assert [name(path) for path in (*SCRIPTS, *STYLES) if not opening.match(path.read_text(encoding="utf-8"))] == []
+
+
+def test_no_line_of_a_script_or_style_is_longer_than_those_of_python() -> None:
+    """The formatter breaks code, and neither comments nor strings."""
+    lines = [
+        f"{name(path)}:{number}"
+        for path in (*SCRIPTS, *STYLES)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert lines == []

@@ -1,8 +1,8 @@
 // The maps of every head over training. Everything else on the page needs no script.
-import { bitmap, dark, palette } from '../../multihead/viewer/static/shared/colour.js';
+import { bitmapOf, colourScheme, updatePalette } from '../../multihead/viewer/static/shared/colour.js';
 import { el, elementIn, elementsIn, translate } from '../../multihead/viewer/static/shared/dom.js';
 import { tickedRamp } from '../../multihead/viewer/static/shared/legend.js';
-import { exact } from '../../multihead/viewer/static/shared/numbers.js';
+import { formatExact } from '../../multihead/viewer/static/shared/numbers.js';
 
 /** @type {LabData} */
 const D = JSON.parse(document.getElementById('data').textContent);
@@ -12,7 +12,7 @@ const headsName = n => (n === 1 ? translate('1 head') : translate('heads', { n }
 // The picture of a head: one pixel per weight; a masked weight is transparent, so that the hatching shows.
 function picture(rows, causal) {
   const values = Float32Array.from(rows.flatMap((row, i) => row.map((w, j) => (causal && j > i ? NaN : w / 1000))));
-  const canvas = bitmap({ rows: rows.length, cols: rows[0].length, values }, 'ink', SCALE, 1);
+  const canvas = bitmapOf({ rows: rows.length, cols: rows[0].length, values }, 'ink', SCALE, 1);
   canvas.className = 'map';
   canvas.setAttribute('role', 'img');
   return canvas;
@@ -27,7 +27,7 @@ function measures(task, look) {
       textContent: translate('measure.' + (task.name === 'one' && name === 'first lookup' ? 'only lookup' : name)),
     });
     if (name === 'entropy') return [label, el('span', { className: 'wide', textContent: value.toFixed(2) })];
-    return [label, el('span', {}, el('i', { v: value })), el('b', { textContent: exact(value) })];
+    return [label, el('span', {}, el('i', { v: value })), el('b', { textContent: formatExact(value) })];
   });
   return el('div', { className: 'measures' }, ...cells);
 }
@@ -78,7 +78,7 @@ function mapOf(task, { step, looks }, i, name, line) {
   map.onpointermove = event => {
     const row = Math.min(rows.length - 1, Math.floor((event.offsetY / map.clientHeight) * rows.length));
     const column = Math.min(rows[0].length - 1, Math.floor((event.offsetX / map.clientWidth) * rows[0].length));
-    const weight = causal && column > row ? translate('hidden') : exact(rows[row][column] / 1000);
+    const weight = causal && column > row ? translate('hidden') : formatExact(rows[row][column] / 1000);
     const place = { row: row + from, column: column + from, weight };
     line.textContent = `${title} · ` + translate(causal ? 'value induction' : 'value lookup', place);
   };
@@ -105,12 +105,12 @@ const choiceOfHeads = (box, task, chosen) =>
   );
 
 function draw() {
-  palette();
+  updatePalette();
   for (const box of elementsIn(document, '.looks')) {
     const task = D.tasks.find(one => one.name === box.dataset.task);
     const heads = task.courses.map(one => one.heads);
     show(box, task, +box.dataset.heads || (heads.includes(2) ? 2 : heads[0]));
   }
 }
-dark.addEventListener('change', draw);
+colourScheme.addEventListener('change', draw);
 draw();

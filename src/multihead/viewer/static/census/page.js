@@ -1,31 +1,31 @@
 // Start the page of a census, and show one of two views: all heads by one statistic, or one head.
-import { dark, paint, palette, tone } from '../shared/colour.js';
+import { colourScheme, paintElement, toneOf, updatePalette } from '../shared/colour.js';
 import { $, el, elementAround, elementIn, isTyped, translate } from '../shared/dom.js';
-import { fits, unmatched } from '../shared/filter.js';
+import { explainNoMatch, passesFilter } from '../shared/filter.js';
 import { drawHeads } from '../shared/headgrid.js';
 import { chanceWords, helpButton } from '../shared/help.js';
-import { keys } from '../shared/keys.js';
+import { lastInput } from '../shared/keys.js';
 import { kindChips, kindNames, kindTags } from '../shared/kinds.js';
-import { known } from '../shared/numbers.js';
-import { definitions, numbersTable, statisticScale, withUnit } from '../shared/statistics.js';
-import { showRows, showTable } from '../shared/table.js';
-import { fittedToWindow, whenWidthChanges } from '../shared/window.js';
-import { bars, distribution, headPage } from './head.js';
+import { isKnown } from '../shared/numbers.js';
+import { numbersTable, showDefinitions, statisticScale, withUnit } from '../shared/statistics.js';
+import { showAllRows, showTable } from '../shared/table.js';
+import { fitGridToWindow, whenWidthChanges } from '../shared/window.js';
+import { distribution, histogram, showHead } from './head.js';
 import {
   addressOf,
-  choose,
-  D,
+  CENSUS,
+  chooseStatistic,
+  HEADS,
+  IS_COMPARISON,
   kindsOf,
-  LIST,
   shownStatistic,
   state,
-  summarised,
-  TWO,
+  summaryOf,
   tableStatistics,
 } from './record.js';
 
 let shownHead = -1;
-const ends = one => Math.max(1e-9, ...one.values.filter(known).map(Math.abs));
+const ends = one => Math.max(1e-9, ...one.values.filter(isKnown).map(Math.abs));
 
 function choice(name, label, options, chosen, choose) {
   const box = el(
@@ -48,11 +48,11 @@ function choices() {
     choice(
       'statistic',
       translate('choose.statistic'),
-      D.columns.map(one => [one.id, withUnit(one)]),
+      CENSUS.columns.map(one => [one.id, withUnit(one)]),
       state.id,
       id => {
-        choose(id);
-        if (!TWO) state.order = '-' + id;
+        chooseStatistic(id);
+        if (!IS_COMPARISON) state.order = '-' + id;
       },
     ),
     choice(
@@ -64,7 +64,7 @@ function choices() {
         state.of = of;
       },
     ),
-    ...(TWO
+    ...(IS_COMPARISON
       ? [
           choice(
             'shows',
@@ -83,10 +83,10 @@ function choices() {
 function cell(one, i, end, wide) {
   const value = one.values[i];
   const [kind] = kindsOf(i);
-  const box = el('span', { className: known(value) ? 'cell' : 'cell none', ...(kind && { k: kind }) });
-  if (!known(value)) return box;
-  if (state.shows === 'difference') paint(box, 0.5 - value / end / 2, 'apart');
-  else paint(box, tone('linear', value, end));
+  const box = el('span', { className: isKnown(value) ? 'cell' : 'cell none', ...(kind && { k: kind }) });
+  if (!isKnown(value)) return box;
+  if (state.shows === 'difference') paintElement(box, 0.5 - value / end / 2, 'apart');
+  else paintElement(box, toneOf('linear', value, end));
   if (wide) box.append(one.number(i));
   return box;
 }
@@ -94,7 +94,7 @@ function cell(one, i, end, wide) {
 function chips() {
   kindChips(
     $('chips'),
-    LIST.heads.map((_, i) => kindsOf(i)),
+    HEADS.heads.map((_, i) => kindsOf(i)),
     state.kind,
     kind => {
       state.kind = kind;
@@ -115,14 +115,14 @@ function grid() {
   const held = box.contains(document.activeElement);
   const one = shownStatistic();
   const end = ends(one);
-  const shape = fittedToWindow(LIST, box);
-  drawHeads(box, LIST, shape, i => {
+  const shape = fitGridToWindow(HEADS, box);
+  drawHeads(box, HEADS, shape, i => {
     const link = el(
       'a',
       {
         href: addressOf(i),
         tabIndex: i === state.lit ? 0 : -1,
-        'aria-label': [LIST.long(i), kindNames(kindsOf(i)), `${one.label} ${one.text(i)}`, one.level(i)]
+        'aria-label': [HEADS.long(i), kindNames(kindsOf(i)), `${one.label} ${one.text(i)}`, one.level(i)]
           .filter(Boolean)
           .join(', '),
         onmouseenter: () => inspect(i),
@@ -157,11 +157,11 @@ function inspect(i) {
   state.lit = i;
   for (const a of $('grid').querySelectorAll('a')) a.tabIndex = +a.dataset.i === i ? 0 : -1;
   $('insp').replaceChildren(
-    el('h3', {}, LIST.long(i), kindTags(kindsOf(i))),
-    el('p', { className: 'path', textContent: LIST.layer(i).name }),
+    el('h3', {}, HEADS.long(i), kindTags(kindsOf(i))),
+    el('p', { className: 'path', textContent: HEADS.layer(i).name }),
     ...distribution(state.id, i),
     numbersTable(
-      D.columns.map(one => summarised(one.id)),
+      CENSUS.columns.map(one => summaryOf(one.id)),
       i,
     ),
   );
@@ -169,40 +169,46 @@ function inspect(i) {
 
 function headsTable() {
   const statistics = tableStatistics();
-  const described = i => ({ ...LIST.heads[i], kinds: kindsOf(i), path: LIST.layer(i).name, role: '', aligned: false });
+  const described = i => ({
+    ...HEADS.heads[i],
+    kinds: kindsOf(i),
+    path: HEADS.layer(i).name,
+    role: '',
+    aligned: false,
+  });
   showTable({
-    kinds: LIST.heads.map((_, i) => kindsOf(i)),
+    kinds: HEADS.heads.map((_, i) => kindsOf(i)),
     statistics,
-    link: i => el('a', { href: addressOf(i), textContent: LIST.short(i) }),
-    path: i => LIST.layer(i).name,
+    link: i => el('a', { href: addressOf(i), textContent: HEADS.short(i) }),
+    path: i => HEADS.layer(i).name,
     passes: i =>
-      (!state.kind || kindsOf(i).includes(state.kind)) && fits($('filter').value, statistics, i, described(i)),
+      (!state.kind || kindsOf(i).includes(state.kind)) && passesFilter($('filter').value, statistics, i, described(i)),
     order: state.order,
     reorder: order => {
       state.order = order;
     },
-    why: unmatched(
+    why: explainNoMatch(
       $('filter').value,
       statistics,
       [],
-      LIST.heads.map((_, i) => described(i)),
+      HEADS.heads.map((_, i) => described(i)),
     ),
     marks: () => [],
   });
 }
 
 function findings() {
-  if (TWO && !D.findings.length) {
+  if (IS_COMPARISON && !CENSUS.findings.length) {
     $('finds').replaceChildren(el('li', { textContent: translate('nothing changed') }));
     return;
   }
   $('finds').replaceChildren(
-    ...D.findings.map(({ layer, head, statistic, sentence, count }) => {
-      const i = LIST.index(layer, head);
+    ...CENSUS.findings.map(({ layer, head, statistic, sentence, count }) => {
+      const i = HEADS.index(layer, head);
       const words = el(
         'p',
         {},
-        el('b', { textContent: LIST.long(i) }),
+        el('b', { textContent: HEADS.long(i) }),
         translate('join.sentences') + sentence,
         el('small', { textContent: count }),
       );
@@ -212,7 +218,7 @@ function findings() {
         el(
           'a',
           { href: addressOf(i, statistic) },
-          el('div', {}, ...D.runs.map((_, run) => bars(statistic, i, run))),
+          el('div', {}, ...CENSUS.runs.map((_, run) => histogram(statistic, i, run))),
           words,
         ),
       );
@@ -236,8 +242,8 @@ function kindsFound({ label, found }, run) {
         'td',
         {},
         ...best.flatMap(({ layer, head, share }) => {
-          const i = LIST.index(layer, head);
-          return [el('a', { href: addressOf(i), textContent: `${LIST.short(i)} ${share}` }), ' '];
+          const i = HEADS.index(layer, head);
+          return [el('a', { href: addressOf(i), textContent: `${HEADS.short(i)} ${share}` }), ' '];
         }),
       ),
     ),
@@ -245,7 +251,7 @@ function kindsFound({ label, found }, run) {
   return el(
     'div',
     {},
-    ...(TWO ? [el('h3', { textContent: `${'AB'[run]}: ${label}` })] : []),
+    ...(IS_COMPARISON ? [el('h3', { textContent: `${'AB'[run]}: ${label}` })] : []),
     rows.length
       ? el('table', { className: 'found' }, el('thead', {}, el('tr', {}, ...heading)), el('tbody', {}, ...rows))
       : el('p', { className: 'note', textContent: translate('no kinds') }),
@@ -254,8 +260,8 @@ function kindsFound({ label, found }, run) {
 
 function firstScreen() {
   findings();
-  $('found').style.setProperty('--sides', String(D.runs.length));
-  $('found').replaceChildren(...D.runs.map(kindsFound));
+  $('found').style.setProperty('--sides', String(CENSUS.runs.length));
+  $('found').replaceChildren(...CENSUS.runs.map(kindsFound));
 }
 
 function overview() {
@@ -269,21 +275,21 @@ function overview() {
 
 let opened = ''; // the statistic that the page of the head shows
 const openHead = () =>
-  headPage(shownHead, opened, id => {
-    choose(id);
+  showHead(shownHead, opened, id => {
+    chooseStatistic(id);
     location.replace(addressOf(shownHead));
   });
 
 function route() {
   const place = location.hash.match(/^#L(\d+)H(\d+)(?:\/(\w+))?$/);
-  const i = place ? LIST.index(+place[1], +place[2]) : -1;
+  const i = place ? HEADS.index(+place[1], +place[2]) : -1;
   const before = shownHead;
   if (i < 0 && location.hash && location.hash !== '#' && before < 0) return; // a link inside the page of all heads
-  if (i >= 0) opened = D.columns.some(one => one.id === place[3]) ? place[3] : D.own[i];
+  if (i >= 0) opened = CENSUS.columns.some(one => one.id === place[3]) ? place[3] : CENSUS.own[i];
   shownHead = i;
   $('all').hidden = i >= 0;
   $('head').hidden = i < 0;
-  document.title = (i >= 0 ? LIST.long(i) + ' · ' : '') + D.title + ' · multihead';
+  document.title = (i >= 0 ? HEADS.long(i) + ' · ' : '') + CENSUS.title + ' · multihead';
   if (i >= 0 && before < 0) scrollTo(0, 0);
   if (i >= 0) {
     const held = $('head').contains(document.activeElement);
@@ -296,12 +302,12 @@ function route() {
   overview();
   // The cell of the head whose page was left is in sight, and has the focus where keys are used.
   const link = elementIn($('grid'), `[data-i="${before}"]`);
-  if (keys.used) link.focus({ preventScroll: true });
+  if (lastInput.used) link.focus({ preventScroll: true });
   link.scrollIntoView({ block: 'center' });
 }
 
 function draw() {
-  palette();
+  updatePalette();
   if (shownHead >= 0) openHead();
   else overview();
 }
@@ -315,10 +321,10 @@ addEventListener('keydown', event => {
   const next =
     shownHead >= 0
       ? /Left|Right/.test(event.key)
-        ? LIST.moved(shownHead, event.key)
+        ? HEADS.moved(shownHead, event.key)
         : undefined
       : elementAround(event, '#grid')
-        ? LIST.moved(state.lit, event.key)
+        ? HEADS.moved(state.lit, event.key)
         : undefined;
   if (next === undefined) return;
   event.preventDefault();
@@ -327,7 +333,7 @@ addEventListener('keydown', event => {
   else elementIn($('grid'), `[data-i="${next}"]`).focus();
 });
 addEventListener('hashchange', route);
-dark.addEventListener('change', draw);
+colourScheme.addEventListener('change', draw);
 whenWidthChanges(() => {
   if (shownHead < 0) {
     grid();
@@ -336,16 +342,16 @@ whenWidthChanges(() => {
 });
 $('filter').oninput = headsTable;
 addEventListener('beforeprint', () => {
-  showRows(true);
+  showAllRows(true);
   headsTable();
 });
 addEventListener('afterprint', () => {
-  showRows(false);
+  showAllRows(false);
   headsTable();
 });
 
-palette();
-definitions($('defs'), D.columns, LIST.heads.some((_, i) => kindsOf(i).length) ? D.legend : []);
+updatePalette();
+showDefinitions($('defs'), CENSUS.columns, HEADS.heads.some((_, i) => kindsOf(i).length) ? CENSUS.legend : []);
 $('helps').append(
   helpButton(
     [

@@ -1,8 +1,8 @@
-// The arrays that are stored in the file, and what else the file answers with: the page of a report, or of a shared view.
-// A stored array has a shape and a coding, and its numbers are in the script tag that has its name:
+// The arrays that are stored in the file, and what else the file answers with: the page of a report, or of a shared
+// view. A stored array has a shape and a coding, and its numbers are in the script tag that has its name:
 //   float32: four planes of bytes, the byte with the exponent first
-//   root16, root12, root8: weights on a square-root scale, with the number of bits in the name; code 0 is a masked cell,
-//     code 1 is zero
+//   root16, root12, root8: weights on a square-root scale, with the number of bits in the name; code 0 is a masked
+//     cell, code 1 is zero
 //   linear16: numbers from 0 to `top`
 /** @type {OfflineData} */
 export const HELD = JSON.parse(document.getElementById('held').textContent);

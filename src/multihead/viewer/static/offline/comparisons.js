@@ -1,4 +1,5 @@
-// Comparisons of heads, computed from the weights in the file: those with similar weights, and those that look at a token.
+// Comparisons of heads, computed from the weights in the file: those with similar weights, and those that look at a
+// token.
 import { decodeArray } from './arrays.js';
 import { columnOf, headsOf, layersOf } from './weights.js';
 
@@ -64,7 +65,8 @@ function entropyOfMean(one, other, from, to) {
 }
 
 /**
- * The heads that look most at a token of the main text, as `heads_looking_at` lists them; a weight that is not stored is 0.
+ * The heads that look most at a token of the main text, as `heads_looking_at` lists them. A weight that is not
+ * stored is 0.
  * @param {string} of
  * @param {number} key
  */

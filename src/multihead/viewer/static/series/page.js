@@ -1,17 +1,24 @@
-// The page of a series: when heads became a kind, the heads at one step, a slider over the steps that can play, and one head over
-// all steps.
-import { dark, paint, palette, tone } from '../shared/colour.js';
+// The page of a series: when heads became a kind, the heads at one step, a slider over the steps that can play, and one
+// head over all steps.
+import { colourScheme, paintElement, toneOf, updatePalette } from '../shared/colour.js';
 import { $, el, elementIn, translate } from '../shared/dom.js';
 import { drawHeads } from '../shared/headgrid.js';
 import { HeadList } from '../shared/headlist.js';
 import { chanceWords, helpButton } from '../shared/help.js';
-import { addLegend, colourOf, nounOf, statisticOf } from '../shared/kindlist.js';
-import { glyph, kindChips, kindNames, kindTags } from '../shared/kinds.js';
-import { FIRST, moreButton } from '../shared/more.js';
-import { count, known } from '../shared/numbers.js';
-import { definitions, described, numbersTable, statistic, statisticScale, withUnit } from '../shared/statistics.js';
-import { svg } from '../shared/svg.js';
-import { fittedToWindow, whenWidthChanges } from '../shared/window.js';
+import { addLegend, colourOfKind, nounOfKind, statisticOfKind } from '../shared/kindlist.js';
+import { glyphElement, kindChips, kindNames, kindTags } from '../shared/kinds.js';
+import { FIRST_ROWS, moreButton } from '../shared/more.js';
+import { formatCount, isKnown } from '../shared/numbers.js';
+import {
+  definedStatistics,
+  makeStatistic,
+  numbersTable,
+  showDefinitions,
+  statisticScale,
+  withUnit,
+} from '../shared/statistics.js';
+import { svgElement } from '../shared/svg.js';
+import { fitGridToWindow, whenWidthChanges } from '../shared/window.js';
 
 /** @type {SeriesData} */
 const D = JSON.parse($('data').textContent);
@@ -19,8 +26,8 @@ const LIST = new HeadList(D.layers);
 const LAST = D.steps.length - 1;
 addLegend(D.legend);
 
-// The choice of the reader: the place of the step, the statistic, the kind whose heads alone are shown or '', and the head whose
-// line is drawn; while the film plays, its timer.
+// The choice of the reader: the place of the step, the statistic, the kind whose heads alone are shown or '', and the
+// head whose line is drawn; while the film plays, its timer.
 const state = { at: LAST, id: D.columns[0].id, kind: '', lit: 0, timer: 0 };
 let wide = true;
 let cells = []; // whether a cell has room for its number
@@ -28,7 +35,7 @@ let cells = []; // whether a cell has room for its number
 // A statistic of all heads at the step that is shown; a full bar is the end of its colour scale.
 const valuesOf = id => D.values[id][state.at];
 const shown = id =>
-  statistic(
+  makeStatistic(
     D.columns.find(one => one.id === id),
     valuesOf(id),
     () => D.ends[id][1],
@@ -42,20 +49,24 @@ const share = (id, value) => (value - D.ends[id][0]) / (D.ends[id][1] - D.ends[i
 
 function frameOfFilm() {
   const one = shown(state.id);
-  const step = count(D.steps[state.at]);
+  const step = formatCount(D.steps[state.at]);
   $('step').value = String(state.at);
   $('step').setAttribute('aria-valuetext', translate('step', { n: step }));
-  $('at').textContent = translate('step of', { n: step, place: count(state.at + 1), all: count(D.steps.length) });
+  $('at').textContent = translate('step of', {
+    n: step,
+    place: formatCount(state.at + 1),
+    all: formatCount(D.steps.length),
+  });
   cells.forEach((cell, i) => {
     const value = one.values[i];
-    cell.classList.toggle('none', !known(value));
-    if (known(value)) paint(cell, tone('linear', share(state.id, value), 1));
+    cell.classList.toggle('none', !isKnown(value));
+    if (isKnown(value)) paintElement(cell, toneOf('linear', share(state.id, value), 1));
     else cell.removeAttribute('style');
     const kinds = kindsOf(i);
-    if (kinds.length) cell.style.setProperty('--k', colourOf(kinds[0]));
+    if (kinds.length) cell.style.setProperty('--k', colourOfKind(kinds[0]));
     else cell.style.removeProperty('--k');
     cell.classList.toggle('dim', !!state.kind && !kinds.includes(state.kind));
-    cell.textContent = wide && known(value) ? one.number(i) : '';
+    cell.textContent = wide && isKnown(value) ? one.number(i) : '';
     cell.setAttribute(
       'aria-label',
       [LIST.long(i), kindNames(kinds), `${one.label} ${one.text(i)}`].filter(Boolean).join(', '),
@@ -65,7 +76,8 @@ function frameOfFilm() {
   inspect(state.lit);
 }
 
-// The kinds of the heads at the step shown; a kind that no head has now keeps its button, so that nothing moves while the film plays.
+// The kinds of the heads at the step shown; a kind that no head has now keeps its button, so that nothing moves while
+// the film plays.
 function chips() {
   const box = $('chips');
   const held = elementIn(box, ':focus')?.dataset.kind;
@@ -84,7 +96,7 @@ function chips() {
 
 function grid() {
   const box = $('grid');
-  const shape = fittedToWindow(LIST, box);
+  const shape = fitGridToWindow(LIST, box);
   wide = shape.cell >= 34;
   // A cell that scrolls below a mouse that rests is not chosen.
   const light = i => {
@@ -126,9 +138,9 @@ function line(i) {
   const place = (/** @type {number[]} */ [left, value]) =>
     `${left.toFixed(4)} ${(1 - share(state.id, value)).toFixed(4)}`;
   const course = points
-    .map((point, at) => (known(point[1]) ? (at && known(points[at - 1][1]) ? 'L' : 'M') + place(point) : ''))
+    .map((point, at) => (isKnown(point[1]) ? (at && isKnown(points[at - 1][1]) ? 'L' : 'M') + place(point) : ''))
     .join('');
-  const drawn = svg(
+  const drawn = svgElement(
     'svg',
     {
       class: 'line',
@@ -137,9 +149,9 @@ function line(i) {
       role: 'img',
       'aria-label': translate('line label', { head: LIST.long(i), label: shown(state.id).label }),
     },
-    svg('path', { class: 'now', d: `M${across(state.at)} 0V1` }),
-    svg('path', { class: 'course', d: course }),
-    ...(known(points[state.at][1]) ? [svg('path', { class: 'dot', d: `M${place(points[state.at])}h0` })] : []),
+    svgElement('path', { class: 'now', d: `M${across(state.at)} 0V1` }),
+    svgElement('path', { class: 'course', d: course }),
+    ...(isKnown(points[state.at][1]) ? [svgElement('path', { class: 'dot', d: `M${place(points[state.at])}h0` })] : []),
   );
   drawn.onpointerdown = drawn.onpointermove = event => {
     if (event.type === 'pointermove' && !event.buttons) return;
@@ -154,13 +166,14 @@ function line(i) {
       'div',
       { className: 'ends' },
       ...[...new Set([D.steps[0], D.steps[LAST]])].map(step =>
-        el('span', { textContent: translate('step', { n: count(step) }) }),
+        el('span', { textContent: translate('step', { n: formatCount(step) }) }),
       ),
     ),
   ];
 }
 
-// The first kind of a head over the steps, as a strip of colours below its line; each step has half of the way to its neighbours.
+// The first kind of a head over the steps, as a strip of colours below its line; each step has half of the way to its
+// neighbours.
 function strip(i) {
   const border = at => (at < 0 ? 0 : at >= LAST ? 1 : (across(at) + across(at + 1)) / 2);
   const pieces = [];
@@ -170,7 +183,7 @@ function strip(i) {
     if (before?.kind === kind) before.end = border(at);
     else pieces.push({ kind, start: border(at - 1), end: border(at) });
   });
-  return svg(
+  return svgElement(
     'svg',
     {
       class: 'strip',
@@ -182,33 +195,33 @@ function strip(i) {
     ...pieces
       .filter(({ kind }) => kind)
       .map(({ kind, start, end }) => {
-        const piece = svg('path', { d: `M${start.toFixed(4)} 0H${end.toFixed(4)}V1H${start.toFixed(4)}z` });
-        piece.style.setProperty('--k', colourOf(kind));
+        const piece = svgElement('path', { d: `M${start.toFixed(4)} 0H${end.toFixed(4)}V1H${start.toFixed(4)}z` });
+        piece.style.setProperty('--k', colourOfKind(kind));
         return piece;
       }),
   );
 }
 
-// A change of a head as a sentence, whose step is a link that shows all heads there by the statistic of the kind; then(i) is called
-// after it.
+// A change of a head as a sentence, whose step is a link that shows all heads there by the statistic of the kind;
+// then(i) is called after it.
 function sentence({ layer, head, kind, gained, step, at }, then = _head => {}) {
   const i = LIST.index(layer, head);
   const show = event => {
     event.preventDefault();
-    choose(statisticOf(kind));
+    choose(statisticOfKind(kind));
     go(at);
     inspect(i);
     then(i);
   };
   const part = {
     '{head}': () => el('b', { textContent: LIST.short(i) }),
-    '{step}': () => el('a', { href: '#grid', textContent: translate('step', { n: count(step) }), onclick: show }),
+    '{step}': () => el('a', { href: '#grid', textContent: translate('step', { n: formatCount(step) }), onclick: show }),
   };
-  const words = translate(gained ? 'became' : 'no longer', { noun: nounOf(kind) }).split(/(\{head\}|\{step\})/);
-  return el('li', { k: kind }, glyph(kind), el('span', {}, ...words.map(each => part[each]?.() ?? each)));
+  const words = translate(gained ? 'became' : 'no longer', { noun: nounOfKind(kind) }).split(/(\{head\}|\{step\})/);
+  return el('li', { k: kind }, glyphElement(kind), el('span', {}, ...words.map(each => part[each]?.() ?? each)));
 }
 
-let listed = FIRST; // how many changes are in the list over all heads
+let listed = FIRST_ROWS; // how many changes are in the list over all heads
 function changes() {
   const words = D.changes
     .slice(0, listed)
@@ -282,7 +295,7 @@ function choose(id) {
 }
 
 function draw() {
-  palette();
+  updatePalette();
   grid();
   legend();
   frameOfFilm();
@@ -299,7 +312,7 @@ $('grid').addEventListener('keydown', event => {
   event.preventDefault();
   if (next >= 0) cells[next].focus();
 });
-dark.addEventListener('change', draw);
+colourScheme.addEventListener('change', draw);
 whenWidthChanges(draw);
 
 if (D.kinds.length) {
@@ -309,18 +322,18 @@ if (D.kinds.length) {
     changes();
   });
   addEventListener('afterprint', () => {
-    listed = FIRST;
+    listed = FIRST_ROWS;
     changes();
   });
 }
-definitions($('defs'), D.columns, D.legend);
+showDefinitions($('defs'), D.columns, D.legend);
 $('helps').append(
   helpButton(
     [
       [['←', '→', '↑', '↓'], 'press.neighbour'],
       [['?'], 'press.help'],
     ],
-    [...described(D.columns), chanceWords()],
+    [...definedStatistics(D.columns), chanceWords()],
   ),
 );
 stop();

@@ -1,8 +1,8 @@
 // Two colour ramps, three scales, and fast bitmaps of many cells. `top` is the weight at which a scale ends.
 import { frame, scheme } from './host.js';
-import { roundedUp } from './numbers.js';
+import { roundUp } from './numbers.js';
 
-export const dark = scheme;
+export const colourScheme = scheme;
 const RAMPS = {
   ink: {
     light: '#FBFAF7 #BFDFF1 #86C2E6 #54A3DA #387FCA #325AB4 #32388E #281E5E #150D2C',
@@ -24,19 +24,19 @@ export const SCALES = {
   log: { at: w => (w <= MIN_WEIGHT ? 0 : 1 + Math.log10(w) / 5), ticks: () => [MIN_WEIGHT, 1e-4, 1e-3, 0.01, 0.1, 1] },
 };
 
-// The end of the √ scale: 100 % for single weights, so that all maps compare; for means the largest one in view, rounded
-// up to 1, 2 or 5 times a power of ten, because a mean over many weights is never near 100 %.
-export function rootEnd(largest, single) {
-  return single || !(largest > 0) ? 1 : Math.min(1, roundedUp(largest));
+// The end of the √ scale: 100 % for single weights, so that all maps compare; for means the largest one in view,
+// rounded up to 1, 2 or 5 times a power of ten, because a mean over many weights is never near 100 %.
+export function endOfRootScale(largest, single) {
+  return single || !(largest > 0) ? 1 : Math.min(1, roundUp(largest));
 }
 const luts = { ink: new Uint8ClampedArray(768), apart: new Uint8ClampedArray(768) };
 let paper = 0;
 let turn = 0; // counts the palettes, so that tables made for an old one are rebuilt
 
-export function palette() {
+export function updatePalette() {
   turn++;
   for (const [name, ramps] of Object.entries(RAMPS)) {
-    const stops = ramps[dark.matches ? 'dark' : 'light']
+    const stops = ramps[colourScheme.matches ? 'dark' : 'light']
       .split(' ')
       .map(hex => [1, 3, 5].map(k => parseInt(hex.slice(k, k + 2), 16)));
     for (let i = 0; i < 256; i++) {
@@ -50,7 +50,7 @@ export function palette() {
 }
 
 const roles = new Map();
-export function css(role) {
+export function cssVariable(role) {
   if (!roles.has(role))
     roles.set(
       role,
@@ -67,12 +67,12 @@ const pixel = (lut, t) => {
   const c = luts[lut];
   return ((255 << 24) | (c[k + 2] << 16) | (c[k + 1] << 8) | c[k]) >>> 0;
 };
-export const rgb = (lut, t) => {
+export const colourOfTone = (lut, t) => {
   const k = place(t);
   const c = luts[lut];
   return `rgb(${c[k]},${c[k + 1]},${c[k + 2]})`;
 };
-export const tone = (scale, w, top) => (w > 0 ? Math.max(0, Math.min(1, SCALES[scale].at(w, top))) : 0);
+export const toneOf = (scale, w, top) => (w > 0 ? Math.max(0, Math.min(1, SCALES[scale].at(w, top))) : 0);
 
 // Black or white text, whichever has a contrast of 4.5 : 1 on this tone: the border is at relative luminance .179.
 function inkOn(lut, t) {
@@ -83,9 +83,9 @@ function inkOn(lut, t) {
   return luminance > 0.179 ? '#000' : '#fff';
 }
 
-export function paint(span, t, lut = 'ink') {
+export function paintElement(span, t, lut = 'ink') {
   const shown = lut !== 'ink' || t > 0.02;
-  span.style.background = shown ? rgb(lut, t) : '';
+  span.style.background = shown ? colourOfTone(lut, t) : '';
   span.style.color = shown ? inkOn(lut, t) : '';
 }
 
@@ -104,7 +104,7 @@ function table(lut, scale, top) {
   const values = new Float32Array(bits.buffer);
   const infinite = 0x7f800000 >>> SHIFT;
   for (let i = 0; i < infinite; i++) {
-    const t = tone(scale, values[i], top);
+    const t = toneOf(scale, values[i], top);
     colours[i] = lut === 'ink' ? pixel('ink', t) : pixel('apart', 0.5 + t / 2);
     colours[half + i] = lut === 'ink' ? paper : pixel('apart', 0.5 - t / 2);
   }
@@ -114,7 +114,7 @@ function table(lut, scale, top) {
 }
 
 // Draw cells as pixels, one each. A masked cell (NaN) is transparent, so that the hatching below it shows.
-export function bitmap({ rows, cols, values }, lut, scale, top) {
+export function bitmapOf({ rows, cols, values }, lut, scale, top) {
   const canvas = document.createElement('canvas');
   canvas.width = Math.max(1, cols);
   canvas.height = Math.max(1, rows);
@@ -129,7 +129,7 @@ export function bitmap({ rows, cols, values }, lut, scale, top) {
 }
 
 // Set the size of a canvas in CSS pixels, sharp on any screen; returns its 2D context.
-export function sized(canvas, width, height) {
+export function sizeCanvas(canvas, width, height) {
   const ratio = devicePixelRatio || 1;
   canvas.width = Math.max(1, Math.round(width * ratio));
   canvas.height = Math.max(1, Math.round(height * ratio));
@@ -141,13 +141,13 @@ export function sized(canvas, width, height) {
   return pen;
 }
 
-export function hatching(pen, size = 7) {
+export function hatchingPattern(pen, size = 7) {
   const ratio = devicePixelRatio || 1;
   const tile = document.createElement('canvas');
   const side = Math.round(size * ratio);
   tile.width = tile.height = side;
   const line = tile.getContext('2d');
-  line.strokeStyle = css('hatch');
+  line.strokeStyle = cssVariable('hatch');
   line.lineWidth = ratio;
   for (const at of [-side, 0, side]) {
     line.beginPath();

@@ -1,6 +1,6 @@
 // Elements of a page and its texts. Strings become textContent, so that no token can act as markup.
 import { root, texts } from './host.js';
-import { colourOf } from './kindlist.js';
+import { colourOfKind } from './kindlist.js';
 
 export const NBSP = '\u00a0';
 
@@ -44,11 +44,11 @@ export const elementAround = (event, selector) =>
 export const isTyped = event =>
   elementAround(event, 'input, textarea, select') !== null || event.metaKey || event.ctrlKey || event.altKey;
 
-export const knows = key => Object.hasOwn(texts, key);
+export const hasText = key => Object.hasOwn(texts, key);
 
 // Return a text of the page in its language, with its {placeholders} filled in.
 export function translate(key, values = {}) {
-  return (knows(key) ? texts[key] : key).replace(/\{(\w+)\}/g, (placeholder, name) =>
+  return (hasText(key) ? texts[key] : key).replace(/\{(\w+)\}/g, (placeholder, name) =>
     Object.hasOwn(values, name) ? String(values[name]) : placeholder,
   );
 }
@@ -68,7 +68,7 @@ export const waitingNote = () =>
 export function el(tag, props = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
-    if (name === 'k') made.style.setProperty('--k', colourOf(value));
+    if (name === 'k') made.style.setProperty('--k', colourOfKind(value));
     else if (name === 'v')
       made.style.setProperty('--v', Number.isFinite(value) ? Math.max(0, Math.min(1, value)).toFixed(4) : '0');
     else if (name in made && !name.startsWith('aria')) made[name] = value;

@@ -1,9 +1,9 @@
 // The filter of heads: words separated by spaces, all of which must match, such as L2, H7, L2H7, prev>40, entropy<2,
 // a kind, encoder, decoder, cross, alignment, or a part of the module path.
 import { translate } from './dom.js';
-import { LEGEND, statisticOf } from './kindlist.js';
+import { LEGEND, statisticOfKind } from './kindlist.js';
 import { kindName, roleName } from './kinds.js';
-import { known } from './numbers.js';
+import { isKnown } from './numbers.js';
 
 const lower = text => text.toLocaleLowerCase();
 const ROLES = ['encoder', 'decoder', 'cross'];
@@ -48,9 +48,9 @@ function statisticNamed(statistics, word) {
   );
 }
 
-// Return whether head i passes the filter: its layer l and head h, its kinds, the module path and the role of its layer,
-// and whether it is an alignment head.
-export function fits(filter, statistics, i, head) {
+// Return whether head i passes the filter: its layer l and head h, its kinds, the module path and the role of its
+// layer, and whether it is an alignment head.
+export function passesFilter(filter, statistics, i, head) {
   const { l, h } = head;
   return words(filter).every(word => {
     const place = placeIn(word);
@@ -58,7 +58,7 @@ export function fits(filter, statistics, i, head) {
     if (place) return (place[1] === undefined || +place[1] === l) && (place[2] === undefined || +place[2] === h);
     if (bound) {
       const one = statisticNamed(statistics, bound[1]);
-      return !!one && known(one.values[i]) && TESTS[bound[2]](one.values[i] * one.times, +bound[3]);
+      return !!one && isKnown(one.values[i]) && TESTS[bound[2]](one.values[i] * one.times, +bound[3]);
     }
     return names(word, head);
   });
@@ -66,7 +66,7 @@ export function fits(filter, statistics, i, head) {
 
 // Explain in a sentence why a word of a filter matches no head, whatever the numbers are: it is unknown, or names a
 // statistic that was not recorded; '' if there is no such word. `heads` are described as for `fits`.
-export function unmatched(filter, statistics, unrecorded, heads) {
+export function explainNoMatch(filter, statistics, unrecorded, heads) {
   const missing = one =>
     translate(LEGEND.some(kind => kind.repeats && kind.id === one.id) ? 'filter.unmeasured' : 'filter.unrecorded', {
       label: one.label,
@@ -81,7 +81,7 @@ export function unmatched(filter, statistics, unrecorded, heads) {
     );
     const absent = bound
       ? statisticNamed(unrecorded, name)
-      : unrecorded.find(one => (kind ? one.id === statisticOf(kind) : [lower(one.label), one.id].includes(name)));
+      : unrecorded.find(one => (kind ? one.id === statisticOfKind(kind) : [lower(one.label), one.id].includes(name)));
     if (absent) return missing(absent);
     if (bound)
       return translate('filter.statistic', {

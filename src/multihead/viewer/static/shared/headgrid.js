@@ -1,4 +1,5 @@
-// The grid of all heads without its contents: its size, a heading above each column of layers, and a row for each layer.
+// The grid of all heads without its contents: its size, a heading above each column of layers, and a row for each
+// layer.
 import { el, translate } from './dom.js';
 import { roleName } from './kinds.js';
 
@@ -7,9 +8,9 @@ const WORDS = 30;
 const ROLES = 84; // pixels between columns, and of the labels of layers
 const hasRoles = list => list.layers.some(layer => layer.role);
 
-// Choose the number of columns of layers and the size of a cell so that cells are as large as fits into the width and `high` pixels;
-// a phone has one column. list: a HeadList; low: the least pixels for `high`; largest: the largest cell.
-export function fitted(list, width, { phone, high = 0, low = 520, largest = 110 }) {
+// Choose the number of columns of layers and the size of a cell so that cells are as large as fits into the width and
+// `high` pixels; a phone has one column. list: a HeadList; low: the least pixels for `high`; largest: the largest cell.
+export function fitGrid(list, width, { phone, high = 0, low = 520, largest = 110 }) {
   const layers = list.layers.length;
   const heads = list.widest;
   const tall = Math.max(low, high);
@@ -34,8 +35,8 @@ export function fitted(list, width, { phone, high = 0, low = 520, largest = 110 
   };
 }
 
-// Fill a box with the heads of a HeadList. shape: of `fitted`; cell(i): the element of head i; finish(row, layer) adds to the row of a
-// layer.
+// Fill a box with the heads of a HeadList. shape: of `fitted`; cell(i): the element of head i; finish(row, layer) adds
+// to the row of a layer.
 export function drawHeads(box, list, shape, cell, finish = (_row, _layer) => {}) {
   const { cell: size, columns, gap, perColumn, phone } = shape;
   const step = size < 17 ? 4 : 1;

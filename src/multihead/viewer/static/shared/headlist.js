@@ -1,5 +1,6 @@
-// The heads of a record, a census or a series, layer after layer. A head is its index in this list, or the number of its layer in
-// the model and its own number in the layer. Only some layers of a model may be there, and they may have different numbers of heads.
+// The heads of a record, a census or a series, layer after layer. A head is its index in this list, or the number of
+// its layer in the model and its own number in the layer. Only some layers of a model may be there, and they may have
+// different numbers of heads.
 import { NBSP, translate } from './dom.js';
 
 /** @template {HeadsOfLayer} Layer */

@@ -1,8 +1,9 @@
 // The list of keys and words of a page: opened by `?` and by a button.
 import { el, isTyped, translate } from './dom.js';
-import { pressed } from './host.js';
+import { onKeyDown } from './host.js';
 
-// Return a button that opens the list. lines: [keys, name of a text] for each key; words: [word, text] for each word to explain.
+// Return a button that opens the list. lines: [keys, name of a text] for each key; words: [word, text] for each word to
+// explain.
 export function helpButton(lines, words) {
   const entries = pairs =>
     el('dl', {}, ...pairs.flatMap(([name, text]) => [el('dt', {}, ...[name].flat()), el('dd', { textContent: text })]));
@@ -30,7 +31,7 @@ export function helpButton(lines, words) {
     if (!box.open) box.showModal();
   };
   box.addEventListener('keydown', event => event.stopPropagation()); // the page's keys rest while the list is open
-  pressed(event => {
+  onKeyDown(event => {
     if (event.key !== '?' || isTyped(event) || !button.isConnected) return;
     event.preventDefault();
     open();

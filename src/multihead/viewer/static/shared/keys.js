@@ -1,10 +1,10 @@
 // Whether the last input came from the keyboard: only then the focus moves with the page, and a ring shows where it is.
-import { before } from './host.js';
+import { beforeEvent } from './host.js';
 
-export const keys = { used: false };
-before('keydown', event => {
-  if (!/^(Shift|Control|Alt|Meta)$/.test(event.key)) keys.used = true;
+export const lastInput = { used: false };
+beforeEvent('keydown', event => {
+  if (!/^(Shift|Control|Alt|Meta)$/.test(event.key)) lastInput.used = true;
 });
-before('pointerdown', () => {
-  keys.used = false;
+beforeEvent('pointerdown', () => {
+  lastInput.used = false;
 });

@@ -7,12 +7,12 @@ export const LEGEND = [];
 export const addLegend = kinds => LEGEND.push(...kinds.filter(kind => !LEGEND.some(each => each.id === kind.id)));
 
 const known = id => LEGEND.find(kind => kind.id === id);
-export const labelOf = id => known(id)?.label ?? id;
-export const glyphOf = id => known(id)?.glyph ?? '';
-export const nounOf = id => known(id)?.noun ?? '';
-export const statisticOf = id => known(id)?.statistic;
-export const isOutline = id => !!known(id)?.repeats;
+export const labelOfKind = id => known(id)?.label ?? id;
+export const glyphOfKind = id => known(id)?.glyph ?? '';
+export const nounOfKind = id => known(id)?.noun ?? '';
+export const statisticOfKind = id => known(id)?.statistic;
+export const isOutlineKind = id => !!known(id)?.repeats;
 
 // One of a kind’s two colours: on a light page --light has no value and --dark is empty, on a dark page the reverse.
-export const colourOf = id =>
+export const colourOfKind = id =>
   known(id) ? `var(--light, ${known(id).colour[0]}) var(--dark, ${known(id).colour[1]})` : 'var(--line2)';

@@ -1,13 +1,13 @@
 // The legend of the colours, with numbers, the choice of the scale, and what a cell of a map is.
-import { rgb, SCALES, sized, tone } from './colour.js';
+import { colourOfTone, SCALES, sizeCanvas, toneOf } from './colour.js';
 import { el, NBSP, translate } from './dom.js';
-import { exact } from './numbers.js';
+import { formatExact } from './numbers.js';
 
-export function ramp(lut, width, height = 10) {
+export function colourRamp(lut, width, height = 10) {
   const canvas = el('canvas', { 'aria-hidden': 'true' });
-  const pen = sized(canvas, width, height);
+  const pen = sizeCanvas(canvas, width, height);
   for (let x = 0; x < width; x++) {
-    pen.fillStyle = rgb(lut, x / (width - 1));
+    pen.fillStyle = colourOfTone(lut, x / (width - 1));
     pen.fillRect(x, 0, 1, height);
   }
   return canvas;
@@ -16,7 +16,7 @@ export function ramp(lut, width, height = 10) {
 // A ramp with ticks at their positions; `top` is the end of the linear and the √ scale.
 export function tickedRamp(width, scale, top) {
   const ticks = SCALES[scale].ticks(top);
-  const at = w => tone(scale, w, top);
+  const at = w => toneOf(scale, w, top);
   // A label needs 30 pixels; the first one of the log scale is longer.
   const room = n => (n === 1 && scale === 'log' ? 90 : 30);
   const apart = ticks.filter(
@@ -40,7 +40,7 @@ export const markedRamp = (lut, width, marks) =>
   el(
     'div',
     {},
-    ramp(lut, width),
+    colourRamp(lut, width),
     el(
       'div',
       { className: 'ticks' },
@@ -53,7 +53,7 @@ export const markedRamp = (lut, width, marks) =>
   );
 
 // The ramp of a difference A − B, from −end to +end, which are percentages unless `form` writes them otherwise.
-export const signedRamp = (width, end, form = exact) =>
+export const signedRamp = (width, end, form = formatExact) =>
   markedRamp('apart', width, [
     [0, '−' + form(end)],
     [50, '0'],
@@ -82,6 +82,6 @@ export const blockNote = ([rows, columns]) =>
 
 // The note on one map: its cells, and where its scale ends; the log scale ends at 100 % always.
 export const cellNote = (block, scale, top) =>
-  [blockNote(block), ...(scale === 'log' ? [] : [translate('scale.end', { end: exact(top) })])].join(
+  [blockNote(block), ...(scale === 'log' ? [] : [translate('scale.end', { end: formatExact(top) })])].join(
     translate('join.sentences'),
   );

@@ -2,9 +2,9 @@
 import { NBSP } from './dom.js';
 import { frame } from './host.js';
 
-export const known = value => value !== null && value !== undefined && Number.isFinite(value);
+export const isKnown = value => value !== null && value !== undefined && Number.isFinite(value);
 // The end of a scale: a value rounded up to 1, 2 or 5 times a power of ten.
-export function roundedUp(value) {
+export function roundUp(value) {
   const ten = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 5, 10].find(m => m * ten >= value * 0.999) * ten;
 }
@@ -27,20 +27,20 @@ export function keepLargest(best, index, valueAt, most) {
   best.length = Math.min(best.length, most);
 }
 
-export const count = n => Math.round(n).toLocaleString(frame.lang);
+export const formatCount = n => Math.round(n).toLocaleString(frame.lang);
 
 // A number with its sign, + or −; none where it is rounded to 0.
-export function signed(value, digits) {
+export function formatSigned(value, digits) {
   const shown = Math.abs(value).toFixed(digits);
   return (+shown === 0 ? '' : value < 0 ? '−' : '+') + shown;
 }
 
 // A share in per cent for tables: one decimal below ten, none above.
-export const share = w => (w * 100).toFixed(Math.abs(w) < 0.0995 ? 1 : 0);
-export const percent = w => share(w) + NBSP + '%';
+export const formatShare = w => (w * 100).toFixed(Math.abs(w) < 0.0995 ? 1 : 0);
+export const formatPercent = w => formatShare(w) + NBSP + '%';
 
 // A weight in per cent with about two digits; below 0.001 % as a power of ten.
-export function short(w) {
+export function formatShort(w) {
   if (!(w > 0)) return w === 0 ? '0' : '–';
   const p = w * 100;
   if (p >= 0.001)
@@ -50,7 +50,7 @@ export function short(w) {
 }
 
 // A weight in per cent with three digits.
-export function exact(w) {
+export function formatExact(w) {
   const p = w * 100;
-  return p >= 0.001 || p === 0 ? +p.toPrecision(3) + NBSP + '%' : short(w);
+  return p >= 0.001 || p === 0 ? +p.toPrecision(3) + NBSP + '%' : formatShort(w);
 }

@@ -1,19 +1,21 @@
 // The statistics of every head: their labels, units and number formats, and the definitions of statistics and kinds.
-import { el, knows, NBSP, translate } from './dom.js';
-import { glyph } from './kinds.js';
+import { el, hasText, NBSP, translate } from './dom.js';
+import { glyphElement } from './kinds.js';
 import { markedRamp } from './legend.js';
-import { known, share } from './numbers.js';
+import { formatShare, isKnown } from './numbers.js';
 
 // Return a function that formats numbers: "share", ".2f" (decimals) or ".3g" (significant digits, no exponent).
 function writer(format) {
   const [, digits, form] = /^\.(\d)([fg])$/.exec(format) ?? [];
   if (form === 'f') return v => v.toFixed(+digits);
-  return form === 'g' ? v => v.toLocaleString('en', { maximumSignificantDigits: +digits, useGrouping: false }) : share;
+  return form === 'g'
+    ? v => v.toLocaleString('en', { maximumSignificantDigits: +digits, useGrouping: false })
+    : formatShare;
 }
 
 /**
  * A statistic of all heads: its numbers as text, and how far its bars are filled.
- * @typedef {ReturnType<typeof statistic>} Statistic
+ * @typedef {ReturnType<typeof makeStatistic>} Statistic
  */
 
 /**
@@ -23,10 +25,10 @@ function writer(format) {
  * @param {(head: number) => number} [full] the largest value possible for a head
  * @param {(number | null)[]} [chance] what an even spread over the visible keys gives, per head
  */
-export function statistic({ id, label, unit, format, about, focus = false }, values, full, chance = []) {
+export function makeStatistic({ id, label, unit, format, about, focus = false }, values, full, chance = []) {
   const show = writer(format);
   const percentage = format === 'share';
-  const max = Math.max(1e-9, ...values.filter(known));
+  const max = Math.max(1e-9, ...values.filter(isKnown));
   const top = percentage ? () => 1 : (full ?? (() => max));
   return {
     id,
@@ -37,12 +39,13 @@ export function statistic({ id, label, unit, format, about, focus = false }, val
     unit,
     times: percentage ? 100 : 1,
     percentage,
-    filled: i => (known(values[i]) ? values[i] / (top(i) || 1) : 0),
-    number: i => (known(values[i]) ? show(values[i]) : '–'),
-    text: i => (known(values[i]) ? show(values[i]) + (percentage ? NBSP + '%' : '') : '–'),
+    filled: i => (isKnown(values[i]) ? values[i] / (top(i) || 1) : 0),
+    number: i => (isKnown(values[i]) ? show(values[i]) : '–'),
+    text: i => (isKnown(values[i]) ? show(values[i]) + (percentage ? NBSP + '%' : '') : '–'),
     tick: value => +(value * (percentage ? 100 : 1)).toPrecision(3) + (percentage ? ' %' : ''),
-    chance: chance.map(value => (known(value) ? show(value) : '')),
-    level: i => (known(chance[i]) ? translate('chance', { n: show(chance[i]) + (percentage ? NBSP + '%' : '') }) : ''),
+    chance: chance.map(value => (isKnown(value) ? show(value) : '')),
+    level: i =>
+      isKnown(chance[i]) ? translate('chance', { n: show(chance[i]) + (percentage ? NBSP + '%' : '') }) : '',
   };
 }
 export const withUnit = one =>
@@ -96,22 +99,22 @@ export const numbersTable = (statistics, i) =>
   );
 
 // [label, definition] of the statistics that have one: in the texts of the page, or as their own text.
-export const described = statistics =>
+export const definedStatistics = statistics =>
   statistics
-    .map(({ id, label, about }) => [label, knows('definition.' + id) ? translate('definition.' + id) : about])
+    .map(({ id, label, about }) => [label, hasText('definition.' + id) ? translate('definition.' + id) : about])
     .filter(([, words]) => words);
 
 // Fill a box with the definitions of statistics, and of the kinds of a legend that were measured.
-export function definitions(box, statistics, legend) {
+export function showDefinitions(box, statistics, legend) {
   const entry = (title, words, kind) =>
     el(
       'div',
       kind ? { k: kind } : {},
-      el('dt', {}, ...(kind ? [glyph(kind)] : []), title[0].toLocaleUpperCase() + title.slice(1)),
+      el('dt', {}, ...(kind ? [glyphElement(kind)] : []), title[0].toLocaleUpperCase() + title.slice(1)),
       el('dd', { textContent: words }),
     );
   box.replaceChildren(
-    ...described(statistics).map(([label, words]) => entry(label, words)),
+    ...definedStatistics(statistics).map(([label, words]) => entry(label, words)),
     ...legend.filter(kind => kind.measured).map(kind => entry(kind.label, kind.about, kind.id)),
   );
 }

@@ -2,15 +2,15 @@
 import { $, el, elementIn, translate } from './dom.js';
 import { LEGEND } from './kindlist.js';
 import { kindCell } from './kinds.js';
-import { FIRST, moreButton } from './more.js';
-import { count } from './numbers.js';
+import { FIRST_ROWS, moreButton } from './more.js';
+import { formatCount } from './numbers.js';
 import { chanceOf, withUnit } from './statistics.js';
 
 /** @import { Statistic } from './statistics.js' */
 
-let shown = FIRST;
-export function showRows(all) {
-  shown = all ? Infinity : FIRST;
+let shown = FIRST_ROWS;
+export function showAllRows(all) {
+  shown = all ? Infinity : FIRST_ROWS;
 }
 
 /**
@@ -101,6 +101,6 @@ function rowOf({ kinds, statistics, link, path, marks }, named, i) {
 }
 
 function countOf(found, all) {
-  if (found < all) return translate('of heads', { n: count(found), all: count(all) });
-  return all === 1 ? translate('1 head') : translate('heads', { n: count(all) });
+  if (found < all) return translate('of heads', { n: formatCount(found), all: formatCount(all) });
+  return all === 1 ? translate('1 head') : translate('heads', { n: formatCount(all) });
 }

@@ -3,10 +3,10 @@ import { el, elementAround, translate } from './dom.js';
 
 const MAX_CHARACTERS = 60; // shown of one token
 // Flags of a token, as in tokens.py.
-export const SPECIAL = 1;
-export const UNKNOWN = 2;
-export const PART = 4;
-export const FURTHER = '⤷'; // the name of a token that is a further part of a character
+export const SPECIAL_FLAG = 1;
+export const UNKNOWN_FLAG = 2;
+export const PIECE_FLAG = 4;
+export const CONTINUATION_MARK = '⤷'; // the name of a token that is a further part of a character
 
 // The direction of words is that of their first letter.
 const LETTER = /\p{L}/u;
@@ -17,35 +17,35 @@ const NAMED_CHARACTERS = /U\+[0-9A-F]{4}|<0x[0-9A-F]{2}>/g; // written by tokens
 export function directionOf(text) {
   text.direction ??= directionOfWords(
     text.shown
-      .find((token, p) => !(text.flags[p] & SPECIAL) && LETTER.test(token.replace(NAMED_CHARACTERS, '')))
+      .find((token, p) => !(text.flags[p] & SPECIAL_FLAG) && LETTER.test(token.replace(NAMED_CHARACTERS, '')))
       ?.replace(NAMED_CHARACTERS, '') ?? '',
   );
   return text.direction;
 }
 
 // A token for a title or a sentence: one that runs from right to left does not reorder the words around it.
-export const isolated = token => (RIGHT_TO_LEFT.test(token) ? `\u2068${token}\u2069` : token);
-export const quoted = token => translate('quoted', { token: isolated(token) });
+export const isolateToken = token => (RIGHT_TO_LEFT.test(token) ? `\u2068${token}\u2069` : token);
+export const quoteToken = token => translate('quoted', { token: isolateToken(token) });
 
 // A token joins the one before it if the text between them is empty and neither is special, as pieces of a word do.
 const joins = (text, p) =>
   p > 0 &&
   p < text.shown.length &&
   !text.gaps[p] &&
-  !((text.flags[p] | text.flags[p - 1]) & SPECIAL) &&
+  !((text.flags[p] | text.flags[p - 1]) & SPECIAL_FLAG) &&
   !/^\s|\s$/.test(text.shown[p - 1].slice(-1) + text.shown[p].slice(0, 1));
 
-// A special token is no part of the sentence around it; the others are ordered as the text is, so that the words of a sentence
-// in the other direction, and the pieces of a number, stay in their order.
+// A special token is no part of the sentence around it; the others are ordered as the text is, so that the words of a
+// sentence in the other direction, and the pieces of a number, stay in their order.
 function span(text, p) {
   const flags = text.flags[p];
   const token = text.shown[p];
-  const made = el(flags & SPECIAL ? 'bdi' : 'span', {
+  const made = el(flags & SPECIAL_FLAG ? 'bdi' : 'span', {
     className:
       'tk' +
-      (flags & SPECIAL ? ' sp' : '') +
-      (flags & UNKNOWN ? ' unk' : '') +
-      (flags & PART ? ' part' : '') +
+      (flags & SPECIAL_FLAG ? ' sp' : '') +
+      (flags & UNKNOWN_FLAG ? ' unk' : '') +
+      (flags & PIECE_FLAG ? ' part' : '') +
       (joins(text, p) ? ' joined' : '') +
       (joins(text, p + 1) ? ' joins' : ''),
     textContent: token.length > MAX_CHARACTERS ? token.slice(0, MAX_CHARACTERS) + '…' : token,
@@ -69,10 +69,10 @@ export function setText(box, text, from, to) {
   return spans;
 }
 
-// Make a box a list of its tokens with one tab stop, of which one may be chosen: choose(p) is called with the token that is
-// clicked, or kept with Enter or Space; the arrow keys, Home and End move. label: the name of the list; labels: the names of
-// the tokens, because a line break has no text; chosen: the chosen one, or -1.
-export function choosable(box, spans, label, labels, chosen, choose) {
+// Make a box a list of its tokens with one tab stop, of which one may be chosen: choose(p) is called with the token
+// that is clicked, or kept with Enter or Space; the arrow keys, Home and End move. label: the name of the list; labels:
+// the names of the tokens, because a line break has no text; chosen: the chosen one, or -1.
+export function makeChoosable(box, spans, label, labels, chosen, choose) {
   for (const [name, value] of Object.entries({
     role: 'listbox',
     'aria-orientation': 'horizontal',
@@ -120,7 +120,7 @@ export function choosable(box, spans, label, labels, chosen, choose) {
 }
 
 // Join a range of tokens into one string, for the lines of the context list.
-export function phrase(text, from, to) {
+export function joinTokens(text, from, to) {
   let line = '';
   for (let p = Math.max(0, from); p < Math.min(to, text.shown.length); p++)
     line += (line && text.gaps[p] ? ' ' : '') + text.shown[p];

@@ -1,9 +1,9 @@
 // The continuation of the text, with and without the heads: greedy tokens side by side, the words that differ marked.
 import { $, el, elementIn, translate } from '../shared/dom.js';
 import { directionOfWords } from '../shared/tokens.js';
-import { lines } from '../view/api.js';
+import { requestLines } from '../view/api.js';
 import { changeNamed } from './sentence.js';
-import { found, query, state } from './state.js';
+import { answers, queryOfState, state } from './state.js';
 
 const LAST = 4; // words
 const SIDES = /** @type {const} */ (['before', 'after']);
@@ -59,10 +59,10 @@ function show(before, after, whole) {
 
 // Ask for the continuation of the state when its place is near the window.
 export function drawContinuation() {
-  $('further').hidden = found.model.kind === 'encoder';
+  $('further').hidden = answers.model.kind === 'encoder';
   if ($('further').hidden) return;
   $('aftername').textContent = state.heads.size ? changeNamed() : '';
-  wanted = String(query());
+  wanted = String(queryOfState());
   if (wanted !== begun) {
     show([], [], false);
     $('going').textContent = translate('continuation note');
@@ -79,7 +79,7 @@ async function ask() {
   begun = wanted;
   $('going').textContent = translate('continuation now');
   try {
-    await lines(`api/continuation?${query()}`, mine.signal, line => {
+    await requestLines(`api/continuation?${queryOfState()}`, mine.signal, line => {
       if (mine !== control) return;
       for (const side of SIDES) sides[side].push(...(line[side] ?? []));
       show(sides.before, sides.after, !!line.done);

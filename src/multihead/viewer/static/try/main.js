@@ -1,22 +1,34 @@
 // Start the page of `multihead try`, and carry out what its reader asks for. A newer request cancels the older.
-import { dark, palette } from '../shared/colour.js';
+import { colourScheme, updatePalette } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { helpButton } from '../shared/help.js';
-import { frame, pressed } from '../shared/host.js';
-import { count } from '../shared/numbers.js';
-import { json, server } from '../view/api.js';
-import { entitle, place, resized, size } from '../view/host.js';
+import { frame, onKeyDown } from '../shared/host.js';
+import { formatCount } from '../shared/numbers.js';
+import { requestJson, server } from '../view/api.js';
+import { onResize, place, setTitle, windowSize } from '../view/host.js';
 import { linkButton } from '../view/link.js';
 import { Sample, view } from '../view/record.js';
 import { drawContinuation, stopContinuation, watchContinuation } from './continuation.js';
-import { drawGrid, focusGrid, listen, paintGrid } from './heads.js';
+import { drawGrid, focusGrid, listenToGrid, paintGrid } from './heads.js';
 import { drawMaps, repaintMaps } from './maps.js';
 import { drawNext } from './next.js';
 import { randomHeads, strongestHeads } from './presets.js';
-import { sentence } from './sentence.js';
-import { chosen, commonFactor, copy, found, nameOf, placeAsked, query, read, save, state, steps } from './state.js';
-import { forgetEffects, stopSweep, sweep, sweepButton, sweeping } from './sweep.js';
-import { drawWords, editing, focusToken } from './words.js';
+import { showSentence } from './sentence.js';
+import {
+  answers,
+  chosenPlace,
+  commonFactor,
+  copyState,
+  nameOfHead,
+  placeAsked,
+  queryOfState,
+  readAddress,
+  saveAddress,
+  state,
+  undoSteps,
+} from './state.js';
+import { forgetEffects, isSweeping, runSweep, stopSweep, sweepButton } from './sweep.js';
+import { drawWords, focusToken, listenToEditing } from './words.js';
 
 let running = new AbortController();
 let good = null;
@@ -41,19 +53,19 @@ function complain(message) {
   $('gone').textContent = message;
 }
 
-// Show another state: change has what differs from the one shown. Where the server refuses it, its sentence is shown and the
-// page goes back to the last state that it answered. Returns whether it answered.
+// Show another state: change has what differs from the one shown. Where the server refuses it, its sentence is shown
+// and the page goes back to the last state that it answered. Returns whether it answered.
 async function go(change, { step = true } = {}) {
-  if (step) steps.push(copy());
+  if (step) undoSteps.push(copyState());
   Object.assign(state, change);
   const signal = begin();
   busy(true);
   buttons();
-  if (found.record && state.text === asked) paintGrid();
+  if (answers.record && state.text === asked) paintGrid();
   try {
-    let { words, record } = found;
+    let { words, record } = answers;
     if (!record || state.text !== asked) {
-      words = await json(`api/text?${new URLSearchParams({ text: state.text, lang })}`, signal);
+      words = await requestJson(`api/text?${new URLSearchParams({ text: state.text, lang })}`, signal);
       record = new Sample(0, 0, words.grid);
     }
     const heads = new Map(
@@ -64,15 +76,15 @@ async function go(change, { step = true } = {}) {
     );
     const at = state.at < words.tokens.length - 1 ? state.at : -1;
     Object.assign(state, { heads, at });
-    const answer = await json(
-      `api/change?${query({ lang, ...placeAsked(at < 0 ? words.tokens.length - 1 : at) })}`,
+    const answer = await requestJson(
+      `api/change?${queryOfState({ lang, ...placeAsked(at < 0 ? words.tokens.length - 1 : at) })}`,
       signal,
     );
-    const other = found.record !== record || (good && good.at !== at);
-    Object.assign(found, { words, record, change: answer });
+    const other = answers.record !== record || (good && good.at !== at);
+    Object.assign(answers, { words, record, change: answer });
     asked = state.text;
-    good = copy();
-    good.steps = steps.length;
+    good = copyState();
+    good.steps = undoSteps.length;
     complain('');
     if (other) forgetEffects();
     draw();
@@ -82,7 +94,7 @@ async function go(change, { step = true } = {}) {
     if (!server.gone) complain(error.message);
     if (!good) throw error;
     Object.assign(state, { ...good, heads: new Map(good.heads) });
-    steps.length = Math.min(steps.length, good.steps);
+    undoSteps.length = Math.min(undoSteps.length, good.steps);
     paintGrid();
     buttons();
     return false;
@@ -95,26 +107,26 @@ async function go(change, { step = true } = {}) {
 function draw() {
   $('waiting').hidden = true;
   $('all').hidden = false;
-  const grids = drawn !== found.record;
-  drawn = found.record;
-  sentence();
+  const grids = drawn !== answers.record;
+  drawn = answers.record;
+  showSentence();
   $('facts').textContent = [
-    found.model.title,
+    answers.model.title,
     translate('layers and heads', {
-      layers: count(found.record.layers.length),
-      heads: count(found.record.heads.length),
+      layers: formatCount(answers.record.layers.length),
+      heads: formatCount(answers.record.heads.length),
     }),
   ].join(translate('join.facts'));
   const reads = $('words').contains(document.activeElement);
   drawWords(choose);
-  if (reads) focusToken(chosen());
+  if (reads) focusToken(chosenPlace());
   drawNext();
   if (grids) drawGrid();
   else paintGrid();
   buttons();
   sweepButton();
   foot();
-  save();
+  saveAddress();
   drawContinuation();
 }
 let drawn = null;
@@ -127,18 +139,18 @@ const allOn = () => {
   if (state.heads.size) setHeads(new Map());
 };
 function undo() {
-  const before = steps.pop();
+  const before = undoSteps.pop();
   random = -1;
   if (before) go(before, { step: false });
 }
 function choose(p) {
-  go({ at: p === found.words.tokens.length - 1 ? -1 : p });
+  go({ at: p === answers.words.tokens.length - 1 ? -1 : p });
 }
 
 function buttons() {
-  $('undo').disabled = !steps.length;
+  $('undo').disabled = !undoSteps.length;
   $('allon').disabled = !state.heads.size;
-  if (!found.record) return;
+  if (!answers.record) return;
   const strongest = strongestHeads();
   const draws = randomHeads(Math.max(0, random));
   $('strongest').hidden = !strongest.length;
@@ -146,10 +158,10 @@ function buttons() {
   $('random').hidden = !draws.length;
   $('random').textContent = translate('random', { n: draws.length });
 }
-const offMap = list => new Map(list.map(i => [nameOf(found.record.heads[i]), 0]));
+const offMap = list => new Map(list.map(i => [nameOfHead(answers.record.heads[i]), 0]));
 
 function foot() {
-  const { seconds, layers, whole, why_whole: why } = found.change;
+  const { seconds, layers, whole, why_whole: why } = answers.change;
   const factor = commonFactor();
   const ran = whole
     ? why
@@ -172,18 +184,18 @@ function foot() {
   $('foot').textContent = [
     translate('took', { seconds: seconds.toFixed(seconds < 0.1 ? 2 : 1) }),
     ran,
-    found.model.dtype,
+    answers.model.dtype,
     ...by,
   ].join(translate('join.parts'));
 }
 
 function keyboard() {
-  pressed(event => {
-    if (event.target.matches('textarea, select, input:not([type=range])') || event.altKey || !found.record) return;
+  onKeyDown(event => {
+    if (event.target.matches('textarea, select, input:not([type=range])') || event.altKey || !answers.record) return;
     const control = event.ctrlKey || event.metaKey;
     const does = control
       ? { z: undo }[event.key]
-      : { x: allOn, e: openEditor, Escape: sweeping() ? () => $('sweep').click() : undefined }[event.key];
+      : { x: allOn, e: openEditor, Escape: isSweeping() ? () => $('sweep').click() : undefined }[event.key];
     if (!does) return;
     event.preventDefault();
     does();
@@ -210,8 +222,8 @@ function keyboard() {
 }
 
 function listenAll() {
-  listen({ set: setHeads });
-  openEditor = editing(text => go({ text, at: -1 }));
+  listenToGrid({ set: setHeads });
+  openEditor = listenToEditing(text => go({ text, at: -1 }));
   $('undo').onclick = undo;
   $('allon').onclick = allOn;
   $('strongest').onclick = () => setHeads(offMap(strongestHeads()));
@@ -225,10 +237,10 @@ function listenAll() {
     random = next;
   };
   $('sweep').onclick = () =>
-    sweep(stopContinuation, error => {
+    runSweep(stopContinuation, error => {
       if (!server.gone) complain(error.message);
     }).then(drawContinuation);
-  linkButton(save);
+  linkButton(saveAddress);
   $('home').onclick = event => {
     event.preventDefault();
     allOn();
@@ -245,43 +257,43 @@ function listenAll() {
   });
   $('language').onclick = event => {
     event.preventDefault();
-    save();
+    saveAddress();
     location.search = '?lang=' + other;
   };
   place.listen(() => {
-    const next = read(place.read());
-    go({ ...next, text: next.text || found.model.text });
+    const next = readAddress(place.read());
+    go({ ...next, text: next.text || answers.model.text });
   });
-  dark.addEventListener('change', () => {
-    palette();
-    if (found.change) {
+  colourScheme.addEventListener('change', () => {
+    updatePalette();
+    if (answers.change) {
       drawn = null;
       draw();
       repaintMaps();
     }
   });
-  let width = size().width;
-  resized(() => {
-    if (size().width !== width && found.record) drawGrid();
-    width = size().width;
+  let width = windowSize().width;
+  onResize(() => {
+    if (windowSize().width !== width && answers.record) drawGrid();
+    width = windowSize().width;
   });
 }
 
 server.alive = 'api/model';
 server.changed = () => {
   complain(server.gone ? translate('gone') : '');
-  if (server.gone) $('gone').append(' ', el('code', {}, `multihead try ${found.model?.name ?? ''}`));
+  if (server.gone) $('gone').append(' ', el('code', {}, `multihead try ${answers.model?.name ?? ''}`));
 };
 
 async function start() {
-  palette();
+  updatePalette();
   /** @type {TrialModel} */
-  const model = await json('api/model');
-  const wanted = read(place.read());
-  found.model = model;
+  const model = await requestJson('api/model');
+  const wanted = readAddress(place.read());
+  answers.model = model;
   view.lang = lang;
   view.runs = [{ name: model.name, title: model.title, keep: 'all', texts: 1, comparable: false, samples: [] }];
-  entitle(model.title + ' · multihead');
+  setTitle(model.title + ' · multihead');
   $('facts').textContent = model.title;
   keyboard();
   listenAll();

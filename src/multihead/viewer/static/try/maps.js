@@ -1,12 +1,12 @@
 // The heads of later layers whose maps changed most: each before, after, and the difference.
-import { rootEnd } from '../shared/colour.js';
+import { endOfRootScale } from '../shared/colour.js';
 import { $, el, elementsIn, translate } from '../shared/dom.js';
-import { glyph } from '../shared/kinds.js';
+import { glyphElement } from '../shared/kinds.js';
 import { signedRamp, tickedRamp } from '../shared/legend.js';
-import { largestOf, percent } from '../shared/numbers.js';
+import { formatPercent, largestOf } from '../shared/numbers.js';
 import { mapPicture } from '../shared/picture.js';
-import { floats } from '../view/api.js';
-import { chosen, found, query, state } from './state.js';
+import { requestFloats } from '../view/api.js';
+import { answers, chosenPlace, queryOfState, state } from './state.js';
 
 const SIDE = 96; // pixels, and the most cells of a map
 let kept = []; // what is shown: { rows, cols, before, after, apart } per head
@@ -19,7 +19,7 @@ const split = ({ shape: [, rows, cols], values }) => {
 const largest = (maps, of) => largestOf(maps.map(one => largestOf(of(one).map(Math.abs))));
 
 function row([layer, head, distance]) {
-  const { record } = found;
+  const { record } = answers;
   const i = record.index(layer, head);
   const made = el(
     'div',
@@ -28,24 +28,24 @@ function row([layer, head, distance]) {
       'div',
       { role: 'rowheader', className: 'name', k: record.kinds[i], title: record.named(i) },
       el('b', { textContent: record.short(i) }),
-      glyph(record.kinds[i]),
+      glyphElement(record.kinds[i]),
     ),
     ...['before', 'after', 'difference'].map(name =>
       el('div', { role: 'cell', className: 'place', 'aria-label': translate('map ' + name, { head: record.long(i) }) }),
     ),
-    el('div', { role: 'cell', className: 'num', textContent: percent(distance) }),
+    el('div', { role: 'cell', className: 'num', textContent: formatPercent(distance) }),
   );
   return made;
 }
 
 function paint() {
   const rows = elementsIn($('changes'), '.change:not(.heading)');
-  const single = found.words.tokens.length <= SIDE;
-  const end = rootEnd(
+  const single = answers.words.tokens.length <= SIDE;
+  const end = endOfRootScale(
     largest(kept, one => one.before),
     single,
   );
-  const apart = rootEnd(
+  const apart = endOfRootScale(
     largest(kept, one => one.apart),
     false,
   );
@@ -72,9 +72,9 @@ export const repaintMaps = () => {
 
 // Show the rows at once, and each map as it arrives.
 export async function drawMaps(signal) {
-  const list = state.heads.size ? found.change.changed : [];
-  const encoder = found.model.kind === 'encoder';
-  const { sentence } = found.words.tokens[chosen()];
+  const list = state.heads.size ? answers.change.changed : [];
+  const encoder = answers.model.kind === 'encoder';
+  const { sentence } = answers.words.tokens[chosenPlace()];
   $('hm').textContent = translate(encoder && list.length ? 'maps changed of' : 'maps changed', { n: sentence + 1 });
   kept = [];
   $('mapscale').hidden = true;
@@ -96,7 +96,10 @@ export async function drawMaps(signal) {
   $('changes').setAttribute('aria-labelledby', 'hm');
   $('changes').replaceChildren(heading(false), ...(list.length > 1 ? [heading(true)] : []), ...list.map(row));
   for (const [layer, head] of list) {
-    const map = await floats(`api/maps?${query({ layer, head, ...(encoder ? { sentence } : {}) })}`, signal);
+    const map = await requestFloats(
+      `api/maps?${queryOfState({ layer, head, ...(encoder ? { sentence } : {}) })}`,
+      signal,
+    );
     if (signal.aborted) return;
     kept.push(split(map));
     paint();

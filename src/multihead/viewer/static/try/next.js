@@ -1,31 +1,32 @@
-// What follows the chosen place: the likeliest tokens before and after, or of an encoder the similarities of the sentences.
-import { paint, tone } from '../shared/colour.js';
+// What follows the chosen place: the likeliest tokens before and after, or of an encoder the similarities of the
+// sentences.
+import { paintElement, toneOf } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
-import { short, signed } from '../shared/numbers.js';
-import { quoted } from '../shared/tokens.js';
-import { three } from './sentence.js';
-import { chosen, found, state } from './state.js';
-import { labelOf } from './words.js';
+import { formatShort, formatSigned } from '../shared/numbers.js';
+import { quoteToken } from '../shared/tokens.js';
+import { formatSimilarity } from './sentence.js';
+import { answers, chosenPlace, state } from './state.js';
+import { labelOfPlace } from './words.js';
 
 const cell = (tag, className, textContent, more = {}) => el(tag, { className, textContent, ...more });
 
 export function drawNext() {
-  const { model, change, words } = found;
+  const { model, change, words } = answers;
   const encoder = model.kind === 'encoder';
   const touched = state.heads.size > 0;
-  const last = chosen() === words.tokens.length - 1;
+  const last = chosenPlace() === words.tokens.length - 1;
   $('hn').textContent = encoder
     ? translate('similarity')
     : last
       ? translate('next token')
-      : translate('token after', { token: quoted(labelOf(chosen())) });
+      : translate('token after', { token: quoteToken(labelOfPlace(chosenPlace())) });
   $('divergence').textContent =
     !encoder && touched ? translate('divergence of next', { value: change.kl.toFixed(2) }) : '';
   $('answer').replaceChildren(...(encoder ? similarities() : [tokens()]));
 }
 
 function tokens() {
-  const { next, others } = found.change;
+  const { next, others } = answers.change;
   const touched = state.heads.size > 0;
   const row = (name, { before, after }, className) => {
     const bars = el(
@@ -39,11 +40,11 @@ function tokens() {
       { className },
       cell('th', 'token', name, { scope: 'row' }),
       bars,
-      cell('td', '', short(before)),
+      cell('td', '', formatShort(before)),
       ...(touched
         ? [
-            cell('td', '', short(after)),
-            cell('td', 'by', signed((after - before) * 100, Math.abs(after - before) < 0.0995 ? 1 : 0) || '0'),
+            cell('td', '', formatShort(after)),
+            cell('td', 'by', formatSigned((after - before) * 100, Math.abs(after - before) < 0.0995 ? 1 : 0) || '0'),
           ]
         : []),
     );
@@ -67,7 +68,7 @@ function tokens() {
     el(
       'tbody',
       {},
-      ...next.map(one => row(quoted(one.token), one, '')),
+      ...next.map(one => row(quoteToken(one.token), one, '')),
       row(translate('all others'), others, 'others'),
     ),
   );
@@ -78,7 +79,7 @@ function similarities() {
   const {
     words: { sentences, similarity: before },
     change: { similarity: after },
-  } = found;
+  } = answers;
   const touched = state.heads.size > 0;
   const all = after.map((row, a) => row.map((value, b) => value - before[a][b]));
   const end = Math.max(0.05, ...all.flat().map(Math.abs));
@@ -105,8 +106,8 @@ function similarities() {
         ),
       ),
     );
-  const share = (made, value) => paint(made, tone('linear', value, 1));
-  const apart = (made, value) => paint(made, 0.5 + value / end / 2, 'apart');
+  const share = (made, value) => paintElement(made, toneOf('linear', value, 1));
+  const apart = (made, value) => paintElement(made, 0.5 + value / end / 2, 'apart');
   const list = el(
     'ol',
     { className: 'sentences' },
@@ -116,9 +117,12 @@ function similarities() {
     el(
       'div',
       { className: 'matrices' },
-      matrix('before', before, three, share),
+      matrix('before', before, formatSimilarity, share),
       ...(touched
-        ? [matrix('after', after, three, share), matrix('difference', all, value => signed(value, 3) || '0', apart)]
+        ? [
+            matrix('after', after, formatSimilarity, share),
+            matrix('difference', all, value => formatSigned(value, 3) || '0', apart),
+          ]
         : []),
     ),
     list,

@@ -1,12 +1,12 @@
 // Sets of heads that one button switches off: the strongest induction heads, and a random draw to compare with.
-import { found } from './state.js';
+import { answers } from './state.js';
 
 const MOST = 3;
 const INDUCTION = ['repeated_induction', 'induction']; // as measured on random repeats, or else on the text
 
 const induction = () =>
-  (INDUCTION.map(kind => found.words.kinds[kind]).find(list => list?.length) ?? [])
-    .map(([l, h]) => found.record.index(l, h))
+  (INDUCTION.map(kind => answers.words.kinds[kind]).find(list => list?.length) ?? [])
+    .map(([l, h]) => answers.record.index(l, h))
     .filter(i => i >= 0);
 export const strongestHeads = () => induction().slice(0, MOST);
 
@@ -19,9 +19,10 @@ function numbers(seed) {
   };
 }
 
-// The n-th draw: as many heads of each layer as the strongest induction heads have there, none of them an induction head.
+// The n-th draw: as many heads of each layer as the strongest induction heads have there, none of them an induction
+// head.
 export function randomHeads(n) {
-  const { record } = found;
+  const { record } = answers;
   const next = numbers(n);
   const left = new Set(induction());
   const drawn = [];

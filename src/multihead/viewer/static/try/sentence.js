@@ -1,17 +1,17 @@
 // The sentence that the page is about: what the model expects, and what it expects without the heads that are off.
 import { $, translate } from '../shared/dom.js';
-import { short } from '../shared/numbers.js';
-import { quoted } from '../shared/tokens.js';
-import { changedHeads, chosen, commonFactor, found, state } from './state.js';
-import { labelOf } from './words.js';
+import { formatShort } from '../shared/numbers.js';
+import { quoteToken } from '../shared/tokens.js';
+import { answers, changedHeads, chosenPlace, commonFactor, state } from './state.js';
+import { labelOfPlace } from './words.js';
 
 const SMALLEST_CHANGE = 0.01; // of a similarity, below which the sentence says that it hardly changes
-export const three = value => value.toFixed(3).replace('-', '−'); // a similarity
+export const formatSimilarity = value => value.toFixed(3).replace('-', '−'); // a similarity
 const likeliest = (next, side) => next.reduce((best, one) => (one[side] > best[side] ? one : best));
 
 export function headsNamed() {
   const heads = changedHeads();
-  return heads.length === 1 ? found.record.short(heads[0]) : translate('heads', { n: heads.length });
+  return heads.length === 1 ? answers.record.short(heads[0]) : translate('heads', { n: heads.length });
 }
 export function changeNamed() {
   const heads = headsNamed();
@@ -32,10 +32,10 @@ function pairs(before, after) {
   return { alike: most(one => one.before), changed: most(one => Math.abs(one.after - one.before)) };
 }
 
-export function sentence() {
-  const { words, change, model } = found;
+export function showSentence() {
+  const { words, change, model } = answers;
   const touched = state.heads.size > 0;
-  const last = chosen() === words.tokens.length - 1;
+  const last = chosenPlace() === words.tokens.length - 1;
   let line;
   if (model.kind === 'encoder') {
     if (words.sentences.length < 2) line = translate('one sentence');
@@ -48,30 +48,33 @@ export function sentence() {
               change: changeNamed(),
               a: changed.a,
               b: changed.b,
-              before: three(changed.before),
-              after: three(changed.after),
+              before: formatSimilarity(changed.before),
+              after: formatSimilarity(changed.after),
             },
           )
-        : translate('most alike', { a: alike.a, b: alike.b, value: three(alike.before) });
+        : translate('most alike', { a: alike.a, b: alike.b, value: formatSimilarity(alike.before) });
     }
   } else {
     const top = likeliest(change.next, 'before');
     const now = likeliest(change.next, 'after');
-    const where = last ? translate('where next') : translate('where after', { token: quoted(labelOf(chosen())) });
-    if (!touched) line = translate('expects', { token: quoted(top.token), where, share: short(top.before) });
+    const where = last
+      ? translate('where next')
+      : translate('where after', { token: quoteToken(labelOfPlace(chosenPlace())) });
+    if (!touched) line = translate('expects', { token: quoteToken(top.token), where, share: formatShort(top.before) });
     else {
-      const most = now === top ? '' : translate('most', { token: quoted(now.token), share: short(now.after) });
+      const most =
+        now === top ? '' : translate('most', { token: quoteToken(now.token), share: formatShort(now.after) });
       const [next, later] =
-        short(top.after) === short(top.before)
+        formatShort(top.after) === formatShort(top.before)
           ? ['expects still', 'expects still after']
           : ['expects now', 'expects now after'];
       line =
         translate(last ? next : later, {
           change: changeNamed(),
-          token: quoted(top.token),
+          token: quoteToken(top.token),
           where,
-          before: short(top.before),
-          after: short(top.after),
+          before: formatShort(top.before),
+          after: formatShort(top.after),
           most,
         }) + translate(change.worse === 1 ? 'worse 1' : 'worse', { n: change.worse, all: change.predictions });
     }

@@ -1,5 +1,5 @@
-// What the page shows: the text, the heads that are changed, and the place whose next token is asked for. The address restores it,
-// and Undo goes back by one step.
+// What the page shows: the text, the heads that are changed, and the place whose next token is asked for. The address
+// restores it, and Undo goes back by one step.
 import { place } from '../view/host.js';
 
 /** @import { Sample } from '../view/record.js' */
@@ -8,13 +8,13 @@ import { place } from '../view/host.js';
 export const state = { text: '', heads: new Map(), at: -1 };
 // What is known: the model; the answer on the text, and the record of its heads; the answer on the changed heads.
 /** @type {{ model: TrialModel, words: TrialText, record: Sample, change: TrialChange }} */
-export const found = { model: null, words: null, record: null, change: null };
+export const answers = { model: null, words: null, record: null, change: null };
 
-export const nameOf = ({ l, h }) => `${l}.${h}`;
-export const factorOf = head => state.heads.get(nameOf(head)) ?? 1;
+export const nameOfHead = ({ l, h }) => `${l}.${h}`;
+export const factorOf = head => state.heads.get(nameOfHead(head)) ?? 1;
 export const isOff = head => factorOf(head) === 0;
 export const changedHeads = () =>
-  found.record.heads.map((_, i) => i).filter(i => state.heads.has(nameOf(found.record.heads[i])));
+  answers.record.heads.map((_, i) => i).filter(i => state.heads.has(nameOfHead(answers.record.heads[i])));
 // The one factor of all changed heads, or null where they differ.
 export const commonFactor = () => {
   const factors = new Set(state.heads.values());
@@ -24,15 +24,15 @@ export const commonFactor = () => {
 const written = heads => [...heads].map(([name, factor]) => (factor === 0 ? name : `${name}:${factor}`)).join(',');
 // The part of an address after "?" that asks about the state; more: other parameters.
 /** @param {Record<string, string | number>} [more] */
-export const query = (more = {}) => {
+export const queryOfState = (more = {}) => {
   const given = Object.entries({ text: state.text, heads: written(state.heads), ...more });
   return new URLSearchParams(given.map(([name, value]) => [name, String(value)]));
 };
 // The place of a token as the server is asked about it; an encoder compares whole sentences.
-export const placeAsked = at => (found.model.kind === 'encoder' ? {} : { at });
-export const chosen = () => (state.at < 0 ? found.words.tokens.length - 1 : state.at);
+export const placeAsked = at => (answers.model.kind === 'encoder' ? {} : { at });
+export const chosenPlace = () => (state.at < 0 ? answers.words.tokens.length - 1 : state.at);
 
-export function read(hash) {
+export function readAddress(hash) {
   const given = new URLSearchParams(hash.replace(/^#/, ''));
   const at = given.get('at') ?? '';
   const heads = new Map();
@@ -41,7 +41,7 @@ export function read(hash) {
   return { text: given.get('text') ?? '', heads, at: /^\d+$/.test(at) ? +at : -1 };
 }
 
-export function save() {
+export function saveAddress() {
   const hash =
     '#' +
     new URLSearchParams({
@@ -53,5 +53,5 @@ export function save() {
 }
 
 // The states that Undo goes back to; copy() is one.
-export const steps = [];
-export const copy = () => ({ ...state, heads: new Map(state.heads) });
+export const undoSteps = [];
+export const copyState = () => ({ ...state, heads: new Map(state.heads) });

@@ -1,56 +1,56 @@
 // "Which heads matter for this token?": every head alone, layer after layer as the answers arrive.
 import { $, translate } from '../shared/dom.js';
-import { count, known, signed } from '../shared/numbers.js';
-import { lines } from '../view/api.js';
-import { colourBy, effects, paintGrid } from './heads.js';
-import { chosen, found, placeAsked, query } from './state.js';
+import { formatCount, formatSigned, isKnown } from '../shared/numbers.js';
+import { requestLines } from '../view/api.js';
+import { colourBy, effectOfHead, paintGrid } from './heads.js';
+import { answers, chosenPlace, placeAsked, queryOfState } from './state.js';
 
 const STRONGEST = 4;
 let control = null;
 
-export const sweeping = () => control !== null;
+export const isSweeping = () => control !== null;
 export function stopSweep() {
   control?.abort();
   control = null;
 }
 export function forgetEffects() {
   stopSweep();
-  effects.clear();
+  effectOfHead.clear();
   $('swept').textContent = '';
 }
 
 export function sweepButton() {
-  const encoder = found.model.kind === 'encoder';
-  const seconds = Math.max(1, Math.round(found.words.sweep_seconds));
+  const encoder = answers.model.kind === 'encoder';
+  const seconds = Math.max(1, Math.round(answers.words.sweep_seconds));
   const time =
-    seconds < 100 ? translate('seconds n', { n: seconds }) : translate('minutes n', { n: count(seconds / 60) });
+    seconds < 100 ? translate('seconds n', { n: seconds }) : translate('minutes n', { n: formatCount(seconds / 60) });
   $('sweep').textContent = control ? translate('stop') : translate(encoder ? 'sweep sentences' : 'sweep', { time });
   $('sweep').setAttribute('aria-pressed', String(control !== null));
 }
 
 function largestEffects() {
-  const { record } = found;
-  const order = [...effects].sort(([, a], [, b]) => Math.abs(b) - Math.abs(a)).slice(0, STRONGEST);
+  const { record } = answers;
+  const order = [...effectOfHead].sort(([, a], [, b]) => Math.abs(b) - Math.abs(a)).slice(0, STRONGEST);
   const heads = order
-    .map(([i, value]) => `${record.short(i)}\u00a0${signed(value, 2) || '0'}`)
+    .map(([i, value]) => `${record.short(i)}\u00a0${formatSigned(value, 2) || '0'}`)
     .join(translate('join.comma'));
-  return translate(found.model.kind === 'encoder' ? 'largest effects similarity' : 'largest effects', { heads });
+  return translate(answers.model.kind === 'encoder' ? 'largest effects similarity' : 'largest effects', { heads });
 }
 
 // How long the sweep took, and the peak memory of the process where the operating system reports it.
 function summary({ seconds, floor_seconds, peak_mib }, heads) {
   const took = translate('sweep took', {
-    n: count(heads),
+    n: formatCount(heads),
     seconds: seconds.toFixed(1),
     floor: floor_seconds.toFixed(1),
   });
-  return [took, ...(known(peak_mib) ? [translate('sweep memory', { memory: count(peak_mib) })] : [])].join(
+  return [took, ...(isKnown(peak_mib) ? [translate('sweep memory', { memory: formatCount(peak_mib) })] : [])].join(
     translate('join.sentences'),
   );
 }
 
 // begin(): stops what else may be computed; failed(error): shows why it ended.
-export async function sweep(begin, failed) {
+export async function runSweep(begin, failed) {
   if (control) {
     stopSweep();
     sweepButton();
@@ -59,17 +59,17 @@ export async function sweep(begin, failed) {
   begin();
   const mine = new AbortController();
   control = mine;
-  const { record } = found;
-  effects.clear();
+  const { record } = answers;
+  effectOfHead.clear();
   colourBy('effect');
   sweepButton();
   let last = null;
   let whole = null;
   try {
-    await lines(`api/sweep?${query({ heads: '', ...placeAsked(chosen()) })}`, mine.signal, line => {
+    await requestLines(`api/sweep?${queryOfState({ heads: '', ...placeAsked(chosenPlace()) })}`, mine.signal, line => {
       if (mine !== control) return;
       if (line.effects) {
-        for (const [h, value] of line.effects.entries()) effects.set(record.index(line.layer, h), value);
+        for (const [h, value] of line.effects.entries()) effectOfHead.set(record.index(line.layer, h), value);
         last = line;
         $('swept').textContent = translate('sweep progress', { done: line.done, total: line.total });
         paintGrid();
@@ -86,7 +86,7 @@ export async function sweep(begin, failed) {
       : last
         ? translate('sweep stopped', { done: last.done, total: last.total, effects: largestEffects() })
         : '';
-  if (!effects.size) $('swept').textContent = '';
+  if (!effectOfHead.size) $('swept').textContent = '';
   sweepButton();
   $('sweep').title = whole ? summary(whole, record.heads.length) : '';
 }

@@ -1,10 +1,10 @@
 // The text: its tokens, under each its loss and how it changed, and the chosen place; edited in place.
-import { rgb, tone } from '../shared/colour.js';
+import { colourOfTone, toneOf } from '../shared/colour.js';
 import { $, el, translate } from '../shared/dom.js';
 import { markedRamp } from '../shared/legend.js';
-import { count, known, roundedUp, signed } from '../shared/numbers.js';
-import { choosable, SPECIAL, setText } from '../shared/tokens.js';
-import { chosen, found, state } from './state.js';
+import { formatCount, formatSigned, isKnown, roundUp } from '../shared/numbers.js';
+import { makeChoosable, SPECIAL_FLAG, setText } from '../shared/tokens.js';
+import { answers, chosenPlace, state } from './state.js';
 
 const LEAST = 0.5; // nats, the end of the scale of changes where all are smaller
 
@@ -18,7 +18,7 @@ function laidOut(tokens) {
     gaps: tokens.map((one, p) => (starts(p) ? '\n' : one.gap)),
     shown: tokens.map(one => one.text),
     labels: tokens.map(one => one.text),
-    flags: tokens.map(one => (one.special ? SPECIAL : 0)),
+    flags: tokens.map(one => (one.special ? SPECIAL_FLAG : 0)),
     tail: '',
   };
 }
@@ -29,54 +29,54 @@ function layoutOf({ model, words: { tokens }, record }) {
     layout = { tokens, ...(model.kind !== 'encoder' && record.texts[0] ? record.texts[0] : laidOut(tokens)) };
   return layout;
 }
-export const labelOf = p => layoutOf(found).labels[p];
+export const labelOfPlace = p => layoutOf(answers).labels[p];
 
 // How the loss of each token changed; null where it is unknown.
 const changesOf = ({ words: { tokens }, change }) =>
-  tokens.map((one, p) => (known(one.loss) && known(change.losses?.[p]) ? change.losses[p] - one.loss : null));
+  tokens.map((one, p) => (isKnown(one.loss) && isKnown(change.losses?.[p]) ? change.losses[p] - one.loss : null));
 
 // The names of the tokens for screen readers and titles: the token, its loss, the change of its loss.
 const namesOf = (tokens, moved) =>
   tokens.map((one, p) =>
     [
       layout.labels[p],
-      known(one.loss) ? translate('loss of token', { loss: one.loss.toFixed(2) }) : '',
-      moved[p] && state.heads.size ? translate('change of token', { change: signed(moved[p], 2) }) : '',
+      isKnown(one.loss) ? translate('loss of token', { loss: one.loss.toFixed(2) }) : '',
+      moved[p] && state.heads.size ? translate('change of token', { change: formatSigned(moved[p], 2) }) : '',
     ]
       .filter(Boolean)
       .join(translate('join.comma')),
   );
 
 export function drawWords(choose) {
-  const { tokens } = found.words;
+  const { tokens } = answers.words;
   const box = $('words');
-  layoutOf(found);
+  layoutOf(answers);
   spans = setText(box, layout, 0, tokens.length);
-  const losses = tokens.map(one => one.loss).filter(known);
-  const top = roundedUp(Math.max(LEAST, ...losses));
-  const moved = changesOf(found);
-  const end = roundedUp(Math.max(LEAST, ...moved.filter(known).map(Math.abs)));
+  const losses = tokens.map(one => one.loss).filter(isKnown);
+  const top = roundUp(Math.max(LEAST, ...losses));
+  const moved = changesOf(answers);
+  const end = roundUp(Math.max(LEAST, ...moved.filter(isKnown).map(Math.abs)));
   const labels = namesOf(tokens, moved);
-  choosable(box, spans, translate('the text'), labels, chosen(), choose);
+  makeChoosable(box, spans, translate('the text'), labels, chosenPlace(), choose);
   spans.forEach((span, p) => {
     const { loss } = tokens[p];
-    span.classList.toggle('judged', known(loss));
-    span.style.setProperty('--loss', known(loss) ? rgb('ink', tone('linear', loss, top)) : 'transparent');
+    span.classList.toggle('judged', isKnown(loss));
+    span.style.setProperty('--loss', isKnown(loss) ? colourOfTone('ink', toneOf('linear', loss, top)) : 'transparent');
     span.style.setProperty(
       '--change',
-      moved[p] && state.heads.size ? rgb('apart', 0.5 - moved[p] / end / 2) : 'transparent',
+      moved[p] && state.heads.size ? colourOfTone('apart', 0.5 - moved[p] / end / 2) : 'transparent',
     );
     span.title = labels[p];
   });
   scrollToChosen(box);
-  $('length').textContent = translate('tokens n', { n: count(tokens.length) });
+  $('length').textContent = translate('tokens n', { n: formatCount(tokens.length) });
   $('losses').hidden = !losses.length;
   $('losses').replaceChildren(...lossLegends(top, end));
 }
 
 // Of a long text, the chosen place is in sight.
 function scrollToChosen(box) {
-  const at = spans[chosen()];
+  const at = spans[chosenPlace()];
   const from = at.offsetTop - box.offsetTop;
   if (from < box.scrollTop || from > box.scrollTop + box.clientHeight - 40) box.scrollTop = from - box.clientHeight / 2;
 }
@@ -100,7 +100,7 @@ function lossLegends(top, end) {
 export const focusToken = p => spans[p]?.focus();
 
 // Edit the text: apply(text) is called with another one, and returns whether the model read it.
-export function editing(apply) {
+export function listenToEditing(apply) {
   let leaving = false;
   const close = () => {
     $('editing').hidden = true;

@@ -1,19 +1,19 @@
 // Send requests to the server, and detect when it no longer responds.
 import { el } from '../shared/dom.js';
-import { address, request } from './host.js';
+import { addressOf, request } from './host.js';
 
-export const sampleAt = (run, sample) => `api/runs/${run}/samples/${sample}`;
-export const headAt = (run, sample, l, h) => `${sampleAt(run, sample)}/heads/${l}/${h}`;
+export const pathOfSample = (run, sample) => `api/runs/${run}/samples/${sample}`;
+export const pathOfHead = (run, sample, l, h) => `${pathOfSample(run, sample)}/heads/${l}/${h}`;
 
 // Links to an address in two formats.
-export const downloads = (path, query = '') =>
+export const downloadLinks = (path, query = '') =>
   ['csv', 'json'].flatMap((form, n) => [
     n ? ' ' : '',
-    el('a', { href: address(`${path}.${form}${query}`), download: '', textContent: form.toUpperCase() }),
+    el('a', { href: addressOf(`${path}.${form}${query}`), download: '', textContent: form.toUpperCase() }),
   ]);
 
 // The response is not ready yet (503): retry later.
-export class Later extends Error {}
+export class NotReadyError extends Error {}
 
 // gone: the server does not respond; alive: the address by which it is found again.
 export const server = { gone: false, alive: 'api/view', changed: () => {} };
@@ -25,7 +25,7 @@ async function answer(path, signal) {
     if (error.name !== 'AbortError') lost();
     throw error;
   }
-  if (response.status === 503) throw new Later();
+  if (response.status === 503) throw new NotReadyError();
   if (!response.ok) {
     const body = await response.json().catch(() => ({}));
     throw new Error(body.error ?? `${response.status} ${response.statusText}`);
@@ -33,12 +33,12 @@ async function answer(path, signal) {
   return response;
 }
 
-export async function json(path, signal) {
+export async function requestJson(path, signal) {
   return (await answer(path, signal)).json();
 }
 
 // Fetch an array of float32, its shape, and the weights per cell of a map (rows, columns); NaN = absent cell.
-export async function floats(path, signal) {
+export async function requestFloats(path, signal) {
   const response = await answer(path, signal);
   const numbers = name => (response.headers.get(name) ?? '').split(',').map(Number);
   return {
@@ -49,7 +49,7 @@ export async function floats(path, signal) {
 }
 
 // Read a response of lines of JSON as they arrive; each(value) is called per line.
-export async function lines(path, signal, each) {
+export async function requestLines(path, signal, each) {
   const reader = (await answer(path, signal)).body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = '';
   for (;;) {
@@ -61,7 +61,8 @@ export async function lines(path, signal, each) {
   }
 }
 
-// Retry every two seconds until the server responds. A restarted server has another token, so its page must be reopened.
+// Retry every two seconds until the server responds. A restarted server has another token, so its page must be
+// reopened.
 function lost() {
   if (server.gone) return;
   server.gone = true;

@@ -1,8 +1,8 @@
 // What changed between two records, which the page opens with: the heads ranked by divergence.
 import { $, el, translate, waitingNote } from '../shared/dom.js';
 import { kindNames, kindTags } from '../shared/kinds.js';
-import { count } from '../shared/numbers.js';
-import { json, sampleAt } from './api.js';
+import { formatCount } from '../shared/numbers.js';
+import { pathOfSample, requestJson } from './api.js';
 import { toBoth } from './permalink.js';
 import { view } from './record.js';
 
@@ -12,7 +12,7 @@ const kept = new Map(); // the answers, by run, sample and other run
 let other = -1;
 let turn = 0;
 
-export function changed(/** @type {Sample} */ record) {
+export function showChangedHeads(/** @type {Sample} */ record) {
   const others = view.served ? view.runs.map((_, n) => n).filter(n => n !== record.run) : [];
   $('changedsec').hidden = !others.length;
   if (!others.length) return;
@@ -23,7 +23,7 @@ export function changed(/** @type {Sample} */ record) {
       'aria-label': translate('compare with'),
       onchange: event => {
         other = +event.target.value;
-        changed(record);
+        showChangedHeads(record);
       },
     },
     ...others.map(n => el('option', { value: n, textContent: view.runs[n].name })),
@@ -34,10 +34,12 @@ export function changed(/** @type {Sample} */ record) {
   const rank = async () => {
     $('changed').replaceChildren(waitingNote());
     /** @type {ChangedHeads} */
-    const answer = await json(`${sampleAt(record.run, record.sample)}/changed/${key.split(' ')[2]}`).catch(error => ({
-      error: error.message,
-      heads: [],
-    }));
+    const answer = await requestJson(`${pathOfSample(record.run, record.sample)}/changed/${key.split(' ')[2]}`).catch(
+      error => ({
+        error: error.message,
+        heads: [],
+      }),
+    );
     if (!answer.error) kept.set(key, answer);
     if (mine === turn) show(record, answer);
   };
@@ -98,7 +100,9 @@ function showHeads(/** @type {Sample} */ record, { heads, every, sentences, all,
     : [['change of texts', 't']];
   const columns = [['head column', 't'], ...measured, ['kinds column', 't']];
   const notes = [
-    ...(heads.length < all ? [translate('changed shown', { n: count(heads.length), all: count(all) })] : []),
+    ...(heads.length < all
+      ? [translate('changed shown', { n: formatCount(heads.length), all: formatCount(all) })]
+      : []),
     ...(sameTexts ? [translate('changed bars', { n: most.toFixed(3) })] : []),
     ...(every > 1 ? [translate('changed every', { n: every })] : []),
   ];

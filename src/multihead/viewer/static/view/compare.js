@@ -1,12 +1,12 @@
 // The largest differences in view, as a table next to the three maps.
 import { $, el, translate } from '../shared/dom.js';
 import { isSingle } from '../shared/legend.js';
-import { count, keepLargest, short } from '../shared/numbers.js';
-import { isolated } from '../shared/tokens.js';
-import { centre } from './geometry.js';
+import { formatCount, formatShort, keepLargest } from '../shared/numbers.js';
+import { isolateToken } from '../shared/tokens.js';
+import { centreView } from './geometry.js';
 import { shown } from './map.js';
 import { state } from './permalink.js';
-import { label } from './record.js';
+import { labelOfToken } from './record.js';
 
 /** @import { Scene } from './head.js' */
 
@@ -18,9 +18,9 @@ function farthestPlaces(values, most) {
   return best;
 }
 
-const signed = d => (d < 0 ? '−' : '+') + short(Math.abs(d));
+const signed = d => (d < 0 ? '−' : '+') + formatShort(Math.abs(d));
 
-export function differences(/** @type {Scene} */ scene, redraw) {
+export function showDifferences(/** @type {Scene} */ scene, redraw) {
   const box = $('differ');
   const pane = shown.panes.find(one => one.which === 'd');
   box.hidden = !state.compare || !pane?.two || !shown.d;
@@ -61,16 +61,16 @@ function rowOf(/** @type {Scene} */ scene, k, redraw) {
   const query = (d.r0 + Math.floor(k / d.cols)) * high;
   const key = (d.c0 + (k % d.cols)) * wide;
   const token = (side, p) =>
-    isSingle([high, wide]) && side.text ? el('bdi', { textContent: label(side, p) }) : count(p);
-  const place = isSingle([high, wide]) && queries.text ? [el('small', { textContent: ` ${count(query)}` })] : [];
+    isSingle([high, wide]) && side.text ? el('bdi', { textContent: labelOfToken(side, p) }) : formatCount(p);
+  const place = isSingle([high, wide]) && queries.text ? [el('small', { textContent: ` ${formatCount(query)}` })] : [];
   const show = () => {
     state.q = query;
-    centre(scene.layer, query, key, Math.min(state.n, 56 * wide));
+    centreView(scene.layer, query, key, Math.min(state.n, 56 * wide));
     redraw();
   };
   const go = el('button', { onclick: show }, token(queries, query), ...place, ' → ', token(keys, key));
-  const [from, to] = [isolated(label(queries, query)), isolated(label(keys, key))];
-  go.title = `${from} ${count(query)} → ${to} ${count(key)}`;
-  const values = [short(a.values[k]), short(b.values[k]), signed(d.values[k])];
+  const [from, to] = [isolateToken(labelOfToken(queries, query)), isolateToken(labelOfToken(keys, key))];
+  go.title = `${from} ${formatCount(query)} → ${to} ${formatCount(key)}`;
+  const values = [formatShort(a.values[k]), formatShort(b.values[k]), signed(d.values[k])];
   return el('tr', {}, el('th', { scope: 'row' }, go), ...values.map(textContent => el('td', { textContent })));
 }

@@ -11,7 +11,7 @@ export function aspectOf({ queries, keys }) {
 }
 const widest = (/** @type {LayerDescription} */ layer) => Math.max(layer.keys, layer.queries * aspectOf(layer));
 
-export function clamp(/** @type {LayerDescription} */ layer) {
+export function clampView(/** @type {LayerDescription} */ layer) {
   const aspect = aspectOf(layer);
   const max = widest(layer);
   state.n = clamped(state.n > 0 ? state.n : max, Math.min(MIN_KEYS, max), max);
@@ -30,7 +30,7 @@ export const viewOf = (/** @type {LayerDescription} */ layer) => ({
   rows: state.n / aspectOf(layer),
 });
 
-export function zoom(factor, /** @type {LayerDescription} */ layer, at) {
+export function zoomView(factor, /** @type {LayerDescription} */ layer, at) {
   const aspect = aspectOf(layer);
   const max = widest(layer);
   const x = at ? at[1] : state.x + state.n / 2;
@@ -38,27 +38,28 @@ export function zoom(factor, /** @type {LayerDescription} */ layer, at) {
   const n = clamped(state.n * factor, Math.min(MIN_KEYS, max), max);
   const g = n / state.n;
   Object.assign(state, { x: x - (x - state.x) * g, y: y - (y - state.y) * g, n });
-  clamp(layer);
+  clampView(layer);
 }
 
-export function centre(/** @type {LayerDescription} */ layer, query, key, n = state.n) {
+export function centreView(/** @type {LayerDescription} */ layer, query, key, n = state.n) {
   state.n = n;
-  clamp(layer);
+  clampView(layer);
   state.x = key + 0.5 - state.n / 2;
   state.y = query + 0.5 - state.n / aspectOf(layer) / 2;
-  clamp(layer);
+  clampView(layer);
 }
 
-export function move(/** @type {LayerDescription} */ layer, right, down) {
+export function moveView(/** @type {LayerDescription} */ layer, right, down) {
   state.x += right;
   state.y += down / aspectOf(layer);
-  clamp(layer);
+  clampView(layer);
 }
 
-/** @typedef {ReturnType<typeof panes>[number]} Pane a map on the stage */
+/** @typedef {ReturnType<typeof panesOf>[number]} Pane a map on the stage */
 
-// The panes on a stage of width x height: one; or A, B and A - B in three of its four quarters; or, on a phone, A - B alone.
-export function panes(/** @type {LayerDescription} */ layer, width, height, { compare, long, margins }) {
+// The panes on a stage of width x height: one; or A, B and A - B in three of its four quarters; or, on a phone, A - B
+// alone.
+export function panesOf(/** @type {LayerDescription} */ layer, width, height, { compare, long, margins }) {
   const phone = width < 620;
   const two = compare && !phone;
   const across = two ? 2 : 1;

@@ -1,14 +1,14 @@
 // The grid of all heads: layers down, heads across, in as many columns of layers as fit into the window.
-import { css, hatching, rootEnd, sized } from '../shared/colour.js';
+import { cssVariable, endOfRootScale, hatchingPattern, sizeCanvas } from '../shared/colour.js';
 import { $, el, elementAround, elementIn, elementsIn, translate } from '../shared/dom.js';
-import { drawHeads, fitted } from '../shared/headgrid.js';
+import { drawHeads, fitGrid } from '../shared/headgrid.js';
 import { root } from '../shared/host.js';
-import { glyph, roleName } from '../shared/kinds.js';
+import { glyphElement, roleName } from '../shared/kinds.js';
 import { isSingle } from '../shared/legend.js';
-import { known, largestOf } from '../shared/numbers.js';
+import { isKnown, largestOf } from '../shared/numbers.js';
 import { drawMap, mapPicture } from '../shared/picture.js';
-import { floats, headAt, Later, sampleAt } from './api.js';
-import { size } from './host.js';
+import { NotReadyError, pathOfHead, pathOfSample, requestFloats } from './api.js';
+import { windowSize } from './host.js';
 import { state, toHead } from './permalink.js';
 import { view } from './record.js';
 
@@ -30,9 +30,9 @@ const largestSmall = () => {
   });
 };
 // Where a scale of maps ends; the log scale ends at 100 % always.
-const endOf = ({ value, single }) => (state.scale === 'linear' && single ? value : rootEnd(value, single));
+const endOf = ({ value, single }) => (state.scale === 'linear' && single ? value : endOfRootScale(value, single));
 export const scaleTop = () => endOf(topWeight);
-export const listeners = { pointed: _head => {}, arrived: (_record, _layer) => {} };
+export const gridListeners = { pointed: _head => {}, arrived: (_record, _layer) => {} };
 
 const nameOf = (/** @type {Sample} */ record, l) => `${record.run} ${record.sample} ${l}`;
 function mapOf(/** @type {Sample} */ record, i) {
@@ -53,7 +53,7 @@ function fetchMaps(/** @type {Sample} */ record, l) {
   const name = nameOf(record, l);
   if (!record.numbered.get(l).maps) {
     maps.set(name, null);
-    listeners.arrived(record, l);
+    gridListeners.arrived(record, l);
     return;
   }
   if (!record.mapped(l) || maps.has(name) || requested.has(name)) return;
@@ -70,7 +70,7 @@ async function next() {
       shape: [heads, rows, cols],
       block,
       values,
-    } = await floats(`${sampleAt(record.run, record.sample)}/layers/${l}/maps`);
+    } = await requestFloats(`${pathOfSample(record.run, record.sample)}/layers/${l}/maps`);
     const top = largestOf(values);
     maps.set(name, {
       rows,
@@ -80,12 +80,12 @@ async function next() {
       heads: Array.from({ length: heads }, (_, h) => values.subarray(h * rows * cols, (h + 1) * rows * cols)),
     });
     if (record === current) largestSmall();
-    listeners.arrived(record, l);
+    gridListeners.arrived(record, l);
   } catch (error) {
-    if (error instanceof Later) setTimeout(() => fetchMaps(record, l), 1500);
+    if (error instanceof NotReadyError) setTimeout(() => fetchMaps(record, l), 1500);
     else {
       maps.set(name, null);
-      listeners.arrived(record, l);
+      gridListeners.arrived(record, l);
     }
   } finally {
     busy--;
@@ -97,10 +97,13 @@ export function retryMaps(/** @type {Sample} */ record) {
   for (const l of seen) if (maps.get(nameOf(record, l)) === undefined) fetchMaps(record, l);
 }
 
-export function grid(/** @type {Sample} */ record, passes, goTo) {
+export function drawGridOfHeads(/** @type {Sample} */ record, passes, goTo) {
   current = record;
   largestSmall();
-  shape = fitted(record, $('gridbox').clientWidth, { phone: size().width <= 640, high: size().height * 1.05 });
+  shape = fitGrid(record, $('gridbox').clientWidth, {
+    phone: windowSize().width <= 640,
+    high: windowSize().height * 1.05,
+  });
   if (lit < 0 || lit >= record.heads.length) lit = firstLit(record);
   const box = $('grid');
   const held = box.contains(root.activeElement);
@@ -122,7 +125,7 @@ export function grid(/** @type {Sample} */ record, passes, goTo) {
       goTo(+link.dataset.i);
     }
   };
-  fade(passes);
+  fadeHeads(passes);
   watching(record);
   if (held) focusHead(lit);
 }
@@ -132,7 +135,7 @@ function firstLit(/** @type {Sample} */ record) {
   if (record.findings.length) return Math.max(0, record.index(record.findings[0].layer, record.findings[0].head));
   const values = record.metrics.find(one => one.focus)?.values ?? [];
   return record.heads.reduce(
-    (best, _, i) => (known(values[i]) && values[i] < (values[best] ?? Infinity) ? i : best),
+    (best, _, i) => (isKnown(values[i]) && values[i] < (values[best] ?? Infinity) ? i : best),
     0,
   );
 }
@@ -141,7 +144,7 @@ function headCell(/** @type {Sample} */ record, i) {
   const { l, h } = record.heads[i];
   const entropy = record.metrics.find(one => one.id === 'entropy');
   const name =
-    record.named(i) + (entropy && known(entropy.values[i]) ? translate('and entropy', { n: entropy.number(i) }) : '');
+    record.named(i) + (entropy && isKnown(entropy.values[i]) ? translate('and entropy', { n: entropy.number(i) }) : '');
   const link = el('a', {
     href: toHead(record.run, record.sample, l, h),
     tabIndex: i === lit ? 0 : -1,
@@ -180,7 +183,7 @@ function watching(/** @type {Sample} */ record) {
 }
 
 let passing = _head => true;
-export function fade(passes) {
+export function fadeHeads(passes) {
   passing = passes;
   for (const link of $('grid').querySelectorAll('a')) link.classList.toggle('dim', !passes(+link.dataset.i));
   redrawRows();
@@ -196,16 +199,16 @@ export function drawRow(l) {
   if (!made || found === undefined) return;
   const canvas = made.querySelector('canvas');
   const layer = current.numbered.get(l);
-  const pen = sized(canvas, layer.heads * (cell + gap), cell);
+  const pen = sizeCanvas(canvas, layer.heads * (cell + gap), cell);
   const inset = cell < 30 ? 1.5 : 2;
   const size = cell - inset * 2;
-  const hatch = hatching(pen, 4);
+  const hatch = hatchingPattern(pen, 4);
   for (let h = 0; h < layer.heads; h++) {
     const i = current.index(l, h);
     const x = h * (cell + gap) + inset;
     pen.globalAlpha = passing(i) ? 1 : 0.16;
     if (!found) continue;
-    pen.fillStyle = css('paper');
+    pen.fillStyle = cssVariable('paper');
     pen.fillRect(x, inset, size, size);
     pen.fillStyle = hatch;
     pen.fillRect(x, inset, size, size);
@@ -222,7 +225,7 @@ export function drawRow(l) {
   made.classList.toggle('bare', !found);
   if (!found)
     for (const link of made.querySelectorAll('a'))
-      if (!link.firstChild) link.append(glyph(current.kinds[+link.dataset.i]));
+      if (!link.firstChild) link.append(glyphElement(current.kinds[+link.dataset.i]));
 }
 
 // Every weight of a head, for a map of `size` pixels; null where they do not fit, or are not requested yet.
@@ -239,12 +242,12 @@ function everyWeight(/** @type {Sample} */ record, i, size) {
   requesting?.control.abort();
   const mine = { name, control: new AbortController() };
   requesting = mine;
-  floats(`${headAt(record.run, record.sample, l, h)}/tile?level=0&row=0&column=0`, mine.control.signal)
+  requestFloats(`${pathOfHead(record.run, record.sample, l, h)}/tile?level=0&row=0&column=0`, mine.control.signal)
     .then(
       ({ shape: [rows, cols], values }) => {
         whole.set(name, { rows, cols, block: [1, 1], values });
         if (whole.size > 32) whole.delete(whole.keys().next().value);
-        if (record === current && lit === i) listeners.pointed(i);
+        if (record === current && lit === i) gridListeners.pointed(i);
       },
       () => {},
     )
@@ -255,20 +258,20 @@ function everyWeight(/** @type {Sample} */ record, i, size) {
 }
 
 // The map of one head for the inspector: its picture, the weights per cell, and the end of its scale.
-export function inspected(/** @type {Sample} */ record, i, size) {
+export function inspectedMap(/** @type {Sample} */ record, i, size) {
   const small = mapOf(record, i);
   const map = !small || isSingle(small.block) ? small : (everyWeight(record, i, size) ?? small);
-  if (!map) return { picture: thumb(record, i, size), block: null };
+  if (!map) return { picture: thumbnailOf(record, i, size), block: null };
   const single = isSingle(map.block);
   const value = single ? largestOf(map.values) : topWeight.value;
   const top = single && topWeight.single ? scaleTop() : endOf({ value, single });
-  return { picture: thumb(record, i, size, map, top), block: map.block, top };
+  return { picture: thumbnailOf(record, i, size, map, top), block: map.block, top };
 }
 
-export function thumb(record, i, size, map = mapOf(record, i), top = scaleTop()) {
+export function thumbnailOf(record, i, size, map = mapOf(record, i), top = scaleTop()) {
   return map
     ? mapPicture(map, size, state.scale, top)
-    : el('span', { className: 'blankmap', k: record.kinds[i] }, glyph(record.kinds[i]));
+    : el('span', { className: 'blankmap', k: record.kinds[i] }, glyphElement(record.kinds[i]));
 }
 
 function point(i) {
@@ -276,7 +279,7 @@ function point(i) {
   for (const link of elementsIn($('grid'), 'a[tabindex="0"]')) link.tabIndex = -1;
   const link = elementIn($('grid'), `[data-i="${i}"]`);
   if (link) link.tabIndex = 0;
-  listeners.pointed(i);
+  gridListeners.pointed(i);
 }
 export const litHead = () => lit;
 export function focusHead(i, options = {}) {
@@ -285,7 +288,7 @@ export function focusHead(i, options = {}) {
 }
 
 // Return from the page of a head: it is selected and in sight, and focused if the keyboard is in use.
-export function returnTo(i, focus) {
+export function returnToHead(i, focus) {
   if (focus) {
     focusHead(i);
     return;
@@ -298,7 +301,7 @@ export const headLink = (/** @type {Sample} */ record, i) =>
   el(
     'a',
     { href: toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h) },
-    thumb(record, i, 26),
+    thumbnailOf(record, i, 26),
     record.short(i),
     ...(record.layer(i).role ? [el('small', { textContent: ' ' + roleName(record.layer(i).role) })] : []),
   );

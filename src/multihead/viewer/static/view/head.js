@@ -3,21 +3,21 @@ import { $, elementIn, translate } from '../shared/dom.js';
 import { root } from '../shared/host.js';
 import { kindNames, roleName } from '../shared/kinds.js';
 import { isSingle, scaleChoice } from '../shared/legend.js';
-import { count } from '../shared/numbers.js';
+import { formatCount } from '../shared/numbers.js';
 import { numberRows } from '../shared/statistics.js';
-import { downloads, headAt, server } from './api.js';
-import { differences } from './compare.js';
-import { clamp, viewOf } from './geometry.js';
-import { legend } from './legend.js';
-import { mini, shown } from './map.js';
-import { navigator } from './navigator.js';
-import { nearest } from './nearest.js';
-import { building } from './overview.js';
+import { downloadLinks, pathOfHead, server } from './api.js';
+import { showDifferences } from './compare.js';
+import { clampView, viewOf } from './geometry.js';
+import { legendOfMap } from './legend.js';
+import { drawMiniMap, shown } from './map.js';
+import { drawNavigator } from './navigator.js';
+import { showNearest } from './nearest.js';
+import { buildingNote } from './overview.js';
 import { forgetPanels, PANELS } from './panels.js';
-import { save, state, unsaved } from './permalink.js';
-import { pointing, reading } from './reading.js';
+import { markUnsaved, saveAddress, state } from './permalink.js';
+import { pointing, readQuery } from './reading.js';
 import { view } from './record.js';
-import { arrived } from './tiles.js';
+import { tilesArrived } from './tiles.js';
 
 /** @import { Sample } from './record.js' */
 
@@ -97,9 +97,9 @@ export function showHead(/** @type {Sample} */ record, other) {
   $('numbers').replaceChildren(...numberRows(record.metrics, scene.i));
   if (listed !== `${record.run} ${record.sample} ${scene.i}`) {
     listed = `${record.run} ${record.sample} ${scene.i}`;
-    nearest(scene);
+    showNearest(scene);
   }
-  navigator(scene);
+  drawNavigator(scene);
   showAndHide();
   redraw();
 }
@@ -153,30 +153,30 @@ pointing.point = query => pointAt(query < 0 ? null : [query, -1]);
 
 // Draw the page again with the next frame, and save its state in the address.
 export function redraw() {
-  unsaved();
+  markUnsaved();
   cancelAnimationFrame(raf);
   raf = requestAnimationFrame(() => {
     if (!scene) {
-      save();
+      saveAddress();
       return;
     }
     scene = sceneOf(scene.record, scene.otherRecord);
-    clamp(scene.layer);
+    clampView(scene.layer);
     controls();
     if (scene.layer.blocks.length) drawAll();
-    save();
+    saveAddress();
   });
 }
 
 function drawAll() {
-  const read = reading(scene, pointed);
+  const read = readQuery(scene, pointed);
   for (const panel of PANELS) {
     const box = $(panel.box);
     box.hidden = !panel.fits(scene);
     if (!box.hidden) panel.draw(scene, pointed, read, redraw);
   }
-  mini(scene);
-  differences(scene, redraw);
+  drawMiniMap(scene);
+  showDifferences(scene, redraw);
   captionsOfMap();
   if (!$('export').hidden) exportLinks();
 }
@@ -190,12 +190,12 @@ function captionsOfMap() {
     (single ? translate('single weights') : translate('means', { rows, columns })) +
     (state.compare ? '' : scene.record.precision) +
     (scene.a.masked ? translate('first key hidden') : '');
-  $('legend').replaceChildren(...legend(shown.tops, state.compare));
+  $('legend').replaceChildren(...legendOfMap(shown.tops, state.compare));
   $('level').textContent = [
     shown.span ? cells : '',
-    building(scene.record),
+    buildingNote(scene.record),
     scene.strange ? translate('other text') : '',
-    server.gone ? '' : arrived.trouble,
+    server.gone ? '' : tilesArrived.trouble,
   ]
     .filter(Boolean)
     .join(translate('join.parts'));
@@ -239,11 +239,11 @@ function exportLinks() {
   const { queries: q, keys: k } = inView();
   const cells = (q[1] - q[0]) * (k[1] - k[0]);
   if (cells > MAX_CELLS) {
-    $('export').textContent = translate('export too many', { n: count(MAX_CELLS) });
+    $('export').textContent = translate('export too many', { n: formatCount(MAX_CELLS) });
     return;
   }
   $('export').replaceChildren(
-    translate('export view', { n: count(cells) }) + ' ',
-    ...downloads(`${headAt(a.run, a.sample, a.l, a.h)}/weights`, `?queries=${q.join(':')}&keys=${k.join(':')}`),
+    translate('export view', { n: formatCount(cells) }) + ' ',
+    ...downloadLinks(`${pathOfHead(a.run, a.sample, a.l, a.h)}/weights`, `?queries=${q.join(':')}&keys=${k.join(':')}`),
   );
 }

@@ -2,17 +2,17 @@
 import { SCALES } from '../shared/colour.js';
 import { $, elementAround, elementsIn, isTyped, translate } from '../shared/dom.js';
 import { chanceWords, helpButton } from '../shared/help.js';
-import { pressed } from '../shared/host.js';
+import { onKeyDown } from '../shared/host.js';
 import { focusHead, litHead } from './grid.js';
 import { sceneNow } from './head.js';
-import { isOutside } from './host.js';
-import { pan, pinQuery, stepCell, zoomBy, zoomOne, zoomWhole } from './moves.js';
+import { isOutsidePage } from './host.js';
+import { panView, pinQuery, stepCell, zoomBy, zoomOne, zoomWhole } from './moves.js';
 import { state } from './permalink.js';
 
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
-export function keyboard(page) {
-  pressed(event => {
+export function listenToKeyboard(page) {
+  onKeyDown(event => {
     if (isTyped(event)) return;
     const handled = onText(event, page) || (state.a ? onHead(event, page) : onAll(event, page));
     if (handled) event.preventDefault();
@@ -79,12 +79,12 @@ function onHead(event, page) {
           '-': () => zoomBy(2),
           0: zoomWhole,
           1: zoomOne,
-          ...(elementAround(event, '#map') || isOutside(event.target) ? { Enter: pinQuery } : {}),
+          ...(elementAround(event, '#map') || isOutsidePage(event.target) ? { Enter: pinQuery } : {}),
         }
       : {}),
   }[event.key];
   if (does) does();
-  else if (arrow && maps) (event.shiftKey ? stepCell : pan)(...arrow);
+  else if (arrow && maps) (event.shiftKey ? stepCell : panView)(...arrow);
   else return false;
   return true;
 }

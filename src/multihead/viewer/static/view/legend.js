@@ -1,15 +1,15 @@
 // The legend below a map: one ramp, or two if heads are compared.
 import { el, NBSP, translate } from '../shared/dom.js';
-import { ramp } from '../shared/legend.js';
-import { short } from '../shared/numbers.js';
+import { colourRamp } from '../shared/legend.js';
+import { formatShort } from '../shared/numbers.js';
 import { state } from './permalink.js';
 
 const minLabel = () => (state.scale === 'log' ? `≤ 0.001${NBSP}%` : '0');
-const maxLabel = top => (state.scale === 'log' ? `100${NBSP}%` : short(top));
+const maxLabel = top => (state.scale === 'log' ? `100${NBSP}%` : formatShort(top));
 
-export function legend(tops, compare) {
+export function legendOfMap(tops, compare) {
   const one = (lut, left, right, width) =>
-    el('span', {}, el('span', { textContent: left }), ramp(lut, width), el('span', { textContent: right }));
+    el('span', {}, el('span', { textContent: left }), colourRamp(lut, width), el('span', { textContent: right }));
   const found = [
     one(
       'ink',

@@ -1,28 +1,37 @@
 // Start the page and show one of two views: all heads, or the map of one.
-import { dark, palette } from '../shared/colour.js';
+import { colourScheme, updatePalette } from '../shared/colour.js';
 import { $, el, elementsIn, translate } from '../shared/dom.js';
 import { root } from '../shared/host.js';
-import { keys } from '../shared/keys.js';
+import { lastInput } from '../shared/keys.js';
 import { kindName } from '../shared/kinds.js';
-import { count } from '../shared/numbers.js';
+import { formatCount } from '../shared/numbers.js';
 import { remember } from '../shared/remembered.js';
-import { isolated } from '../shared/tokens.js';
-import { json, sampleAt, server } from './api.js';
-import { focusHead, retryMaps, returnTo } from './grid.js';
+import { isolateToken } from '../shared/tokens.js';
+import { pathOfSample, requestJson, server } from './api.js';
+import { focusHead, retryMaps, returnToHead } from './grid.js';
 import { leaveHead, redraw, sceneNow, showHead } from './head.js';
-import { entitle, place, resized, showKind, size, toTop } from './host.js';
-import { keyboard } from './keyboard.js';
+import { onResize, place, scrollToTop, setTitle, showMapLayout, windowSize } from './host.js';
+import { listenToKeyboard } from './keyboard.js';
 import { linkButton } from './link.js';
 import { zoomBy, zoomOne, zoomWhole } from './moves.js';
-import { openingText } from './opening.js';
-import { overview, progressed } from './overview.js';
+import { showOpeningText } from './opening.js';
+import { showOverview, showProgress } from './overview.js';
 import { forgetPanels } from './panels.js';
-import { read, save, saveNow, state, toAll, toHead, unsaved, write } from './permalink.js';
+import {
+  markUnsaved,
+  readAddress,
+  saveAddress,
+  saveAddressNow,
+  state,
+  toAll,
+  toHead,
+  writeAddress,
+} from './permalink.js';
 import { listenToPointer } from './pointer.js';
 import { sampleOf, view } from './record.js';
-import { loaded } from './rows.js';
-import { sharing } from './share.js';
-import { forget } from './tiles.js';
+import { rowsLoaded } from './rows.js';
+import { listenToShare } from './share.js';
+import { retryTiles } from './tiles.js';
 
 /** @import { Sample } from './record.js' */
 
@@ -38,9 +47,9 @@ const clampTo = (n, size) => Math.max(0, Math.min(size - 1, n));
 // The address determines what is shown; invalid parts are corrected and are never an error.
 async function route() {
   const mine = ++turn;
-  const target = read(place.read());
+  const target = readAddress(place.read());
   const wasHead = state.a;
-  unsaved();
+  markUnsaved();
   target.run = clampTo(target.run, view.runs.length);
   target.sample = clampTo(target.sample, view.runs[target.run].samples.length);
   const slow = setTimeout(() => {
@@ -83,24 +92,24 @@ function show(shown, second, wasHead) {
   const all = !state.a;
   $('all').hidden = !all;
   $('one').hidden = all;
-  showKind(!all);
+  showMapLayout(!all);
   for (const part of elementsIn(root, '.ofmap')) part.hidden = all;
   $('home').href = toAll();
   $('skip').href = all ? '#grid' : '#map';
   bar();
-  entitle((all ? '' : record.short(record.index(state.a.l, state.a.h)) + ' · ') + record.title + ' · multihead');
+  setTitle((all ? '' : record.short(record.index(state.a.l, state.a.h)) + ' · ') + record.title + ' · multihead');
   if (all) {
     leaveHead();
-    overview(record, i => {
+    showOverview(record, i => {
       place.go(toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h));
     });
-    if (wasHead && root.activeElement) returnTo(Math.max(0, record.index(wasHead.l, wasHead.h)), keys.used);
-    drawnWidth = size().width;
-    save();
+    if (wasHead && root.activeElement) returnToHead(Math.max(0, record.index(wasHead.l, wasHead.h)), lastInput.used);
+    drawnWidth = windowSize().width;
+    saveAddress();
   } else {
-    if (!wasHead) toTop();
+    if (!wasHead) scrollToTop();
     showHead(record, other);
-    if (begun && keys.used && !wasHead && root.activeElement && $('map').offsetParent)
+    if (begun && lastInput.used && !wasHead && root.activeElement && $('map').offsetParent)
       $('map').focus({ preventScroll: true });
   }
   begun = true;
@@ -120,10 +129,10 @@ function bar() {
     'sample',
     samples.map(one =>
       translate(one.opening ? 'text n' : 'text without words', {
-        n: count(one.number),
-        texts: count(texts),
-        opening: isolated(one.opening),
-        tokens: count(one.keys),
+        n: formatCount(one.number),
+        texts: formatCount(texts),
+        opening: isolateToken(one.opening),
+        tokens: formatCount(one.keys),
       }),
     ),
     state.sample,
@@ -133,14 +142,14 @@ function bar() {
   $('facts').textContent = [
     names.length > 1 ? '' : record.name,
     ...(head && !(state.compare && names.length > 1)
-      ? [translate('tokens n', { n: count(record.keys) }), record.pattern]
+      ? [translate('tokens n', { n: formatCount(record.keys) }), record.pattern]
       : []),
   ]
     .filter(Boolean)
     .join(translate('join.facts'));
   $('facts').title = $('facts').textContent;
   if (!head) return;
-  $('back').textContent = translate('all heads', { n: count(record.heads.length) });
+  $('back').textContent = translate('all heads', { n: formatCount(record.heads.length) });
   $('back').href = toAll();
   heads('heada', record, record.index(state.a.l, state.a.h));
   $('second').hidden = !state.compare;
@@ -181,7 +190,7 @@ const go = hash => {
 };
 async function again(change) {
   Object.assign(state, change);
-  saveNow();
+  saveAddressNow();
   await route();
 }
 const page = {
@@ -204,7 +213,7 @@ const page = {
     if (state.a) {
       forgetPanels();
       redraw();
-    } else openingText();
+    } else showOpeningText();
   },
   flipCompare: () => again({ compare: !state.compare, b: state.b ?? secondFor(record, state.a) }),
   nextScale: () => {
@@ -236,7 +245,7 @@ function buttons() {
     if (state.a) $('map').focus();
     else focusHead(0);
   };
-  linkButton(saveNow);
+  linkButton(saveAddressNow);
 }
 
 // ---- progress of the coarse levels of a long text, built while the page is open
@@ -246,14 +255,14 @@ async function watchLevels(of) {
   watched.add(of);
   try {
     for (;;) {
-      of.progress = await json(`${sampleAt(of.run, of.sample)}/levels`);
+      of.progress = await requestJson(`${pathOfSample(of.run, of.sample)}/levels`);
       if (of === record || of === other) {
         if (state.a) {
-          if (of.coarse) forget();
+          if (of.coarse) retryTiles();
           redraw();
         } else {
           retryMaps(of);
-          progressed();
+          showProgress();
         }
       }
       if (of.progress.state !== 'building') return;
@@ -271,7 +280,7 @@ server.changed = () => {
     el('code', { textContent: 'multihead view ' + view.runs.map(run => run.name).join(' ') }),
   );
   if (!server.gone) {
-    forget();
+    retryTiles();
     if (record) {
       retryMaps(record);
       watchLevels(record);
@@ -288,7 +297,7 @@ export function select(chosen) {
   }
   const { layer: l, head: h, queries, keys, query } = chosen;
   go(
-    write({
+    writeAddress({
       ...state,
       a: { l, h },
       x: keys?.[0] ?? 0,
@@ -300,26 +309,26 @@ export function select(chosen) {
 }
 
 async function start() {
-  Object.assign(view, await json('api/view'));
+  Object.assign(view, await requestJson('api/view'));
   $('link').hidden = !view.served;
-  palette();
-  keyboard(page);
+  updatePalette();
+  listenToKeyboard(page);
   buttons();
   listenToPointer();
-  sharing();
-  loaded.notify = redraw;
+  listenToShare();
+  rowsLoaded.notify = redraw;
   place.listen(route);
-  resized(() => {
+  onResize(() => {
     if (sceneNow()) {
       forgetPanels();
       redraw();
-    } else if (size().width !== drawnWidth && record) {
-      drawnWidth = size().width;
+    } else if (windowSize().width !== drawnWidth && record) {
+      drawnWidth = windowSize().width;
       route();
     }
   });
-  dark.addEventListener('change', () => {
-    palette();
+  colourScheme.addEventListener('change', () => {
+    updatePalette();
     forgetPanels();
     if (sceneNow()) redraw();
     else if (record) route();

@@ -1,13 +1,13 @@
-// The panel of the map: panes of cells, hatching over masked cells, the pinned query, the cell under the pointer, and at the
-// margins of a single pane the attention that each key receives and the entropy of each query.
-import { bitmap, css, dark, hatching, rootEnd, sized } from '../shared/colour.js';
+// The panel of the map: panes of cells, hatching over masked cells, the pinned query, the cell under the pointer, and
+// at the margins of a single pane the attention that each key receives and the entropy of each query.
+import { bitmapOf, colourScheme, cssVariable, endOfRootScale, hatchingPattern, sizeCanvas } from '../shared/colour.js';
 import { $, translate } from '../shared/dom.js';
-import { cells, difference, farthest, largest, range, tilesOf } from './cells.js';
-import { aspectOf, levelFor, panes, viewOf } from './geometry.js';
-import { margins } from './margins.js';
+import { cellsOf, differenceOfCells, farthestCell, largestCell, rangeOfCells, tilesOf } from './cells.js';
+import { aspectOf, levelFor, panesOf, viewOf } from './geometry.js';
+import { stripsOf } from './margins.js';
 import { state } from './permalink.js';
-import { captions, rulers, WORDS } from './rulers.js';
-import { arrived, want } from './tiles.js';
+import { drawCaptions, drawRulers, MIN_CELL_OF_TOKENS } from './rulers.js';
+import { tilesArrived, wantTiles } from './tiles.js';
 
 /** @import { Cells, Span } from './cells.js' */
 /** @import { Pane } from './geometry.js' */
@@ -21,11 +21,12 @@ import { arrived, want } from './tiles.js';
 export const shown = { panes: [], span: null, tops: { ink: 1, apart: 1 }, a: null, b: null, d: null };
 let before = '';
 
-// The range of cells to draw, at the level that fits the zoom; while the coarse levels are being built, at level 5 at most.
+// The range of cells to draw, at the level that fits the zoom; while the coarse levels are being built, at level 5 at
+// most.
 function spanFor(/** @type {Scene} */ scene, view, cell) {
   const level = levelFor(scene.layer, cell);
   const usable = scene.coarse ? level : Math.min(level, 5);
-  const span = range(scene.layer, view, usable);
+  const span = rangeOfCells(scene.layer, view, usable);
   return tilesOf({}, span).length > 24 ? null : span;
 }
 
@@ -35,12 +36,12 @@ function draw(/** @type {Scene} */ scene, pointed) {
   const height = stage.clientHeight;
   const { layer } = scene;
   // Tokens on the rulers need more room, but only if the cells then stay large enough to be labelled.
-  const strips = state.compare ? [] : margins(scene);
+  const strips = state.compare ? [] : stripsOf(scene);
   const fit = long =>
-    panes(layer, width, height, { compare: state.compare, long, margins: !state.compare && layer.margins.length });
+    panesOf(layer, width, height, { compare: state.compare, long, margins: !state.compare && layer.margins.length });
   const roomy = fit(true);
   const view = viewOf(layer);
-  const boxes = scene.sides.key.text && roomy[0].x >= WORDS ? roomy : fit(false);
+  const boxes = scene.sides.key.text && roomy[0].x >= MIN_CELL_OF_TOKENS ? roomy : fit(false);
   // A wide map may be less high than it is wide; the rows in view follow from the pane.
   view.rows = boxes[0].py / boxes[0].y;
   view.cols = boxes[0].px / boxes[0].x;
@@ -48,10 +49,10 @@ function draw(/** @type {Scene} */ scene, pointed) {
   shown.panes = boxes;
   shown.span = span;
   gather(scene, span);
-  const pen = sized($('map'), width, height);
+  const pen = sizeCanvas($('map'), width, height);
   for (const pane of boxes) drawPane(pen, pane, scene, pointed);
   for (const strip of strips) strip.draw(pen, boxes[0], pointed);
-  captions(pen, boxes[0], layer, scene.sides, strips.length && !boxes[0].phone ? 34 : strips.length && 12);
+  drawCaptions(pen, boxes[0], layer, scene.sides, strips.length && !boxes[0].phone ? 34 : strips.length && 12);
   maskedLabel(pen, boxes[0], layer);
 }
 
@@ -60,14 +61,16 @@ const upperOf = (/** @type {LayerDescription} */ layer) => Math.max(0, layer.blo
 function wholeSpan(/** @type {Scene} */ scene) {
   const { layer } = scene;
   const level = upperOf(layer);
-  return scene.coarse || level < 6 ? range(layer, { x: 0, y: 0, rows: layer.queries, cols: layer.keys }, level) : null;
+  return scene.coarse || level < 6
+    ? rangeOfCells(layer, { x: 0, y: 0, rows: layer.queries, cols: layer.keys }, level)
+    : null;
 }
 
 // Collect the cells of each pane, again only when tiles arrived, the view moved or the colours changed.
 function gather(/** @type {Scene} */ scene, span) {
   const places = [scene.a, ...(state.compare ? [scene.b] : [])];
   if (!span) {
-    want([]);
+    wantTiles([]);
     Object.assign(shown, { a: null, b: null, d: null });
     before = '';
     return;
@@ -76,16 +79,29 @@ function gather(/** @type {Scene} */ scene, span) {
   const top = overview ? tilesOf(scene.a, overview) : [];
   const below =
     state.compare && scene.coarse
-      ? tilesOf(scene.b, range(scene.otherLayer, viewOf(scene.layer), upperOf(scene.otherLayer)))
+      ? tilesOf(scene.b, rangeOfCells(scene.otherLayer, viewOf(scene.layer), upperOf(scene.otherLayer)))
       : [];
-  want([...top, ...places.flatMap((where, p) => tilesOf(where, p ? within(scene.otherLayer, span) : span)), ...below]);
-  const key = [JSON.stringify(span), JSON.stringify(places), state.scale, arrived.count, dark.matches].join();
+  wantTiles([
+    ...top,
+    ...places.flatMap((where, p) => tilesOf(where, p ? within(scene.otherLayer, span) : span)),
+    ...below,
+  ]);
+  const key = [
+    JSON.stringify(span),
+    JSON.stringify(places),
+    state.scale,
+    tilesArrived.count,
+    colourScheme.matches,
+  ].join();
   if (key === before) return;
   before = key;
-  const a = cells(scene.a, scene.layer, span);
-  const b = state.compare ? stretched(cells(scene.b, scene.otherLayer, within(scene.otherLayer, span)), span) : null;
-  const d = b && difference(a, b);
-  shown.tops = { ink: endOf(Math.max(largest(a), b ? largest(b) : 0), span), apart: endOf(d ? farthest(d) : 0, span) };
+  const a = cellsOf(scene.a, scene.layer, span);
+  const b = state.compare ? stretched(cellsOf(scene.b, scene.otherLayer, within(scene.otherLayer, span)), span) : null;
+  const d = b && differenceOfCells(a, b);
+  shown.tops = {
+    ink: endOf(Math.max(largestCell(a), b ? largestCell(b) : 0), span),
+    apart: endOf(d ? farthestCell(d) : 0, span),
+  };
   for (const [name, one] of [
     ['a', a],
     ['b', b],
@@ -93,12 +109,13 @@ function gather(/** @type {Scene} */ scene, span) {
   ]) {
     shown[name] = one && {
       ...one,
-      picture: bitmap(one, name === 'd' ? 'apart' : 'ink', state.scale, shown.tops[name === 'd' ? 'apart' : 'ink']),
+      picture: bitmapOf(one, name === 'd' ? 'apart' : 'ink', state.scale, shown.tops[name === 'd' ? 'apart' : 'ink']),
     };
   }
 }
 
-const endOf = (largest, { high, wide }) => (state.scale === 'linear' ? largest : rootEnd(largest, high * wide === 1));
+const endOf = (largest, { high, wide }) =>
+  state.scale === 'linear' ? largest : endOfRootScale(largest, high * wide === 1);
 
 // Another run may have fewer tokens, or no cells of this size: cells outside of it are absent.
 function within(/** @type {LayerDescription} */ layer, span) {
@@ -129,13 +146,13 @@ function drawPane(pen, pane, /** @type {Scene} */ scene, pointed) {
   pen.beginPath();
   pen.rect(left, above, width, height);
   pen.clip();
-  pen.fillStyle = css('paper');
+  pen.fillStyle = cssVariable('paper');
   pen.fillRect(left, above, width, height);
   if (one) {
     const { high, wide } = shown.span;
     const x0 = snap(x(one.c0 * wide));
     const y0 = snap(y(one.r0 * high));
-    pen.fillStyle = hatching(pen);
+    pen.fillStyle = hatchingPattern(pen);
     pen.fillRect(left, above, width, height);
     pen.imageSmoothingEnabled = Math.min(pane.x * wide, pane.y * high) * ratio < 1;
     pen.drawImage(
@@ -150,15 +167,15 @@ function drawPane(pen, pane, /** @type {Scene} */ scene, pointed) {
   outlineRow(pen, pane, y, state.q, 'mark', 1.25);
   if (pointed) crosshair(pen, pane, x, y, pointed);
   pen.restore();
-  pen.strokeStyle = css('line2');
+  pen.strokeStyle = cssVariable('line2');
   pen.lineWidth = 1;
   pen.strokeRect(left - 0.5, above - 0.5, width + 1, height + 1);
   if (state.compare) title(pen, pane, scene);
-  rulers(pen, pane, scene.layer, pane.which === 'b' ? scene.otherSides : scene.sides, pointed);
+  drawRulers(pen, pane, scene.layer, pane.which === 'b' ? scene.otherSides : scene.sides, pointed);
 }
 
 function line(pen, colour, [x1, y1, x2, y2], dash = []) {
-  pen.strokeStyle = css(colour);
+  pen.strokeStyle = cssVariable(colour);
   pen.lineWidth = 1.25;
   pen.setLineDash(dash);
   pen.beginPath();
@@ -170,7 +187,7 @@ function line(pen, colour, [x1, y1, x2, y2], dash = []) {
 
 // Outline the cells of query i; where they are small, draw a line through them.
 function outlineRow(pen, pane, y, i, colour, lineWidth) {
-  Object.assign(pen, { lineWidth, strokeStyle: css(colour) });
+  Object.assign(pen, { lineWidth, strokeStyle: cssVariable(colour) });
   if (pane.y > 3) pen.strokeRect(pane.left - 2, y(i), pane.width + 4, pane.y);
   else line(pen, colour, [pane.left, y(i + 0.5), pane.left + pane.width, y(i + 0.5)]);
 }
@@ -187,13 +204,13 @@ function title(pen, pane, /** @type {Scene} */ scene) {
   const y = pane.above - pane.top + 14;
   const [name, kind] = scene.titles[pane.which];
   pen.textBaseline = 'middle';
-  pen.font = `600 13px ${css('sans')}`;
-  pen.fillStyle = css('ink');
+  pen.font = `600 13px ${cssVariable('sans')}`;
+  pen.fillStyle = cssVariable('ink');
   pen.textAlign = 'left';
   pen.fillText(name, pane.left, y);
   const used = pen.measureText(name).width;
-  pen.font = `12px ${css('sans')}`;
-  pen.fillStyle = css('faint');
+  pen.font = `12px ${cssVariable('sans')}`;
+  pen.fillStyle = cssVariable('faint');
   pen.textAlign = 'right';
   if (used + pen.measureText(kind).width + 12 < pane.px) pen.fillText(kind, pane.left + pane.px, y);
 }
@@ -207,18 +224,18 @@ function maskedLabel(pen, pane, /** @type {LayerDescription} */ layer) {
   const words = translate('later keys');
   const x = pane.left + (key - state.x) * pane.x;
   const y = pane.above + (query - state.y) * pane.y;
-  pen.font = `12px ${css('sans')}`;
+  pen.font = `12px ${cssVariable('sans')}`;
   pen.textAlign = 'center';
   const wide = pen.measureText(words).width;
   if (wide > pane.width * 0.45) return;
-  pen.fillStyle = css('paper');
+  pen.fillStyle = cssVariable('paper');
   pen.fillRect(x - wide / 2 - 6, y - 10, wide + 12, 20);
-  pen.fillStyle = css('faint');
+  pen.fillStyle = cssVariable('faint');
   pen.fillText(words, x, y);
 }
 
 // Draw a small map of the whole, with a frame around the part in view.
-export function mini(/** @type {Scene} */ scene) {
+export function drawMiniMap(/** @type {Scene} */ scene) {
   const canvas = $('mini');
   const { layer } = scene;
   const aspect = aspectOf(layer);
@@ -226,23 +243,23 @@ export function mini(/** @type {Scene} */ scene) {
   const scale = 184 / Math.max(layer.keys, layer.queries * aspect);
   const width = Math.max(8, layer.keys * scale);
   const height = Math.max(8, layer.queries * aspect * scale);
-  const pen = sized(canvas, width, height);
-  pen.fillStyle = css('paper');
+  const pen = sizeCanvas(canvas, width, height);
+  pen.fillStyle = cssVariable('paper');
   pen.fillRect(0, 0, width, height);
   if (span) {
-    const one = cells(scene.a, layer, span);
-    pen.fillStyle = hatching(pen, 5);
+    const one = cellsOf(scene.a, layer, span);
+    pen.fillStyle = hatchingPattern(pen, 5);
     pen.fillRect(0, 0, width, height);
     pen.imageSmoothingEnabled = (width / one.cols) * (devicePixelRatio || 1) < 1;
     pen.drawImage(
-      bitmap(one, 'ink', state.scale, endOf(largest(one), span)),
+      bitmapOf(one, 'ink', state.scale, endOf(largestCell(one), span)),
       0,
       0,
       one.cols * span.wide * scale,
       one.rows * span.high * scale * aspect,
     );
   }
-  pen.strokeStyle = css('line2');
+  pen.strokeStyle = cssVariable('line2');
   pen.strokeRect(0.5, 0.5, width - 1, height - 1);
   const box = (from, size, max) => {
     const s = Math.min(max - 2, Math.max(size, 9));
@@ -250,7 +267,7 @@ export function mini(/** @type {Scene} */ scene) {
   };
   const [x, w] = box(state.x * scale, state.n * scale, width);
   const [y, h] = box(state.y * scale * aspect, state.n * scale, height);
-  pen.strokeStyle = css('mark');
+  pen.strokeStyle = cssVariable('mark');
   pen.lineWidth = 2;
   pen.strokeRect(x, y, w, h);
   return { scale, aspect };

@@ -1,8 +1,8 @@
-// The strips at the margins of a map: the attention that each key receives below it, the entropy of each query at its right.
-// Long texts may have fewer values than tokens: each value then stands for a run of tokens.
-import { css } from '../shared/colour.js';
-import { largestOf, percent } from '../shared/numbers.js';
-import { floats, headAt } from './api.js';
+// The strips at the margins of a map: the attention that each key receives below it, the entropy of each query at its
+// right. Long texts may have fewer values than tokens: each value then stands for a run of tokens.
+import { cssVariable } from '../shared/colour.js';
+import { formatPercent, largestOf } from '../shared/numbers.js';
+import { pathOfHead, requestFloats } from './api.js';
 import { state } from './permalink.js';
 
 /** @import { Scene } from './head.js' */
@@ -11,11 +11,11 @@ const kept = new Map(); // address -> values, or null until they arrive
 export const marginsLoaded = { notify: () => {} };
 
 function valuesOf({ run, sample, l, h }, name) {
-  const path = `${headAt(run, sample, l, h)}/margins/${name}`;
+  const path = `${pathOfHead(run, sample, l, h)}/margins/${name}`;
   if (!kept.has(path)) {
     kept.set(path, null);
     if (kept.size > 64) kept.delete(kept.keys().next().value);
-    floats(path).then(
+    requestFloats(path).then(
       ({ values }) => {
         kept.set(path, values);
         marginsLoaded.notify();
@@ -26,8 +26,8 @@ function valuesOf({ run, sample, l, h }, name) {
   return kept.get(path);
 }
 
-// Call put(from, size, value, on) for each bar of a strip, in pixels along it: `length` tokens have the values, those from `start`
-// on are in view, each `cell` pixels wide, `pixels` in all; `marked` is the token that is on.
+// Call put(from, size, value, on) for each bar of a strip, in pixels along it: `length` tokens have the values, those
+// from `start` on are in view, each `cell` pixels wide, `pixels` in all; `marked` is the token that is on.
 function bars(values, { length, start, cell, pixels, marked }, put) {
   const run = Math.ceil(length / values.length);
   const step = Math.max(1, Math.floor(1 / (run * cell))); // values per bar
@@ -62,7 +62,7 @@ function strip(/** @type {Scene} */ scene, name, values) {
         : { length: layer.queries, start: state.y, cell: pane.y, pixels: pane.height };
       bars(values, { ...along, marked }, (from, size, value, on) => {
         const long = value > 0 ? Math.max(0.5, Math.min(1, value / top) * high) : 0;
-        pen.fillStyle = css(on ? 'ink' : 'bar');
+        pen.fillStyle = cssVariable(on ? 'ink' : 'bar');
         if (below) pen.fillRect(pane.left + from, pane.above + pane.height + 6, size, long);
         else pen.fillRect(pane.left + pane.width + 6, pane.above + from, long, size);
       });
@@ -71,11 +71,11 @@ function strip(/** @type {Scene} */ scene, name, values) {
         pen.textAlign = align;
         pen.fillText(text, x, y);
       };
-      pen.fillStyle = css('faint');
-      pen.font = `11px ${css('sans')}`;
+      pen.fillStyle = cssVariable('faint');
+      pen.font = `11px ${cssVariable('sans')}`;
       if (below) {
         words(record.labels.received, 'right', pane.left - 8, pane.above + pane.height + 14);
-        words(percent(most), 'right', pane.left - 8, pane.above + pane.height + 28);
+        words(formatPercent(most), 'right', pane.left - 8, pane.above + pane.height + 28);
       } else {
         words(record.labels.entropy, 'left', pane.left + pane.width + 6, pane.above - 22);
         words(`0–${top.toFixed(1)}`, 'left', pane.left + pane.width + 6, pane.above - 8);
@@ -85,7 +85,7 @@ function strip(/** @type {Scene} */ scene, name, values) {
 }
 
 // The strips of a head that are loaded; the others are requested.
-export const margins = (/** @type {Scene} */ scene) =>
+export const stripsOf = (/** @type {Scene} */ scene) =>
   scene.layer.margins
     .map(name => [name, valuesOf(scene.a, name)])
     .filter(([, values]) => values)

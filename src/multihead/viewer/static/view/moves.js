@@ -1,12 +1,12 @@
 // What the buttons and keys of a head's page do to the part of the map in view, and to the chosen cell.
-import { centre, move, zoom } from './geometry.js';
+import { centreView, moveView, zoomView } from './geometry.js';
 import { pointAt, pointedNow, redraw, sceneNow } from './head.js';
 import { shown } from './map.js';
 import { state } from './permalink.js';
-import { row } from './rows.js';
+import { rowOfQuery } from './rows.js';
 
 export const zoomBy = factor => {
-  zoom(factor, sceneNow().layer, null);
+  zoomView(factor, sceneNow().layer, null);
   redraw();
 };
 export const zoomWhole = () => {
@@ -14,17 +14,17 @@ export const zoomWhole = () => {
   redraw();
 };
 export function zoomOne() {
-  const weights = row(sceneNow().a, state.q);
+  const weights = rowOfQuery(sceneNow().a, state.q);
   const { layer } = sceneNow();
   let best = -1;
   if (weights)
     for (let j = layer.keys > 1 ? 1 : 0; j < weights.length; j++)
       if (weights[j] >= 0 && (best < 0 || weights[j] > weights[best])) best = j;
-  centre(layer, state.q, best < 0 ? Math.min(state.q, layer.keys - 1) : best, 56);
+  centreView(layer, state.q, best < 0 ? Math.min(state.q, layer.keys - 1) : best, 56);
   redraw();
 }
-export function pan(right, down) {
-  move(sceneNow().layer, (right * state.n) / 8, (down * state.n) / 8);
+export function panView(right, down) {
+  moveView(sceneNow().layer, (right * state.n) / 8, (down * state.n) / 8);
   redraw();
 }
 // Shift and an arrow move the selected cell, by a block where a cell is a block; Enter pins its query.
@@ -36,7 +36,7 @@ export function stepCell(right, down) {
   const key = clampTo(from[1] + right * wide, layer.keys);
   const [pane] = shown.panes;
   const outside = (p, start, size) => p < start || p >= start + size;
-  if (outside(query, state.y, pane.py / pane.y) || outside(key, state.x, state.n)) centre(layer, query, key);
+  if (outside(query, state.y, pane.py / pane.y) || outside(key, state.x, state.n)) centreView(layer, query, key);
   pointAt([query, key]);
 }
 const clampTo = (p, length) => Math.max(0, Math.min(length - 1, p));

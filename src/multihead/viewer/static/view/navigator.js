@@ -6,7 +6,7 @@ import { state, toHead } from './permalink.js';
 /** @import { Scene } from './head.js' */
 
 let built = '';
-export function navigator(/** @type {Scene} */ scene) {
+export function drawNavigator(/** @type {Scene} */ scene) {
   const { record, i, j } = scene;
   const box = $('nav');
   const key = `${record.run} ${record.sample}`;

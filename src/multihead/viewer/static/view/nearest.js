@@ -1,20 +1,20 @@
 // List the heads with similar weights; computed on demand, because it may take seconds.
 import { $, el, translate, waitingNote } from '../shared/dom.js';
-import { glyph, kindName } from '../shared/kinds.js';
-import { headAt, json } from './api.js';
+import { glyphElement, kindName } from '../shared/kinds.js';
+import { pathOfHead, requestJson } from './api.js';
 import { toHead } from './permalink.js';
 
 /** @import { Scene } from './head.js' */
 
 let turn = 0;
-export function nearest(/** @type {Scene} */ scene) {
+export function showNearest(/** @type {Scene} */ scene) {
   const mine = ++turn;
   const { run, sample, l, h } = scene.a;
   const box = $('nearest');
   const find = async () => {
     box.replaceChildren(waitingNote());
     /** @type {NearestHead[] | NearestHeads} a server lists them, a file also has what it compared */
-    const answer = await json(`${headAt(run, sample, l, h)}/nearest?top=5`).catch(error => ({
+    const answer = await requestJson(`${pathOfHead(run, sample, l, h)}/nearest?top=5`).catch(error => ({
       every: 1,
       heads: [],
       error: error.message,
@@ -34,7 +34,7 @@ export function nearest(/** @type {Scene} */ scene) {
         el(
           'a',
           { href: toHead(run, sample, one.layer, one.head), k: kind },
-          glyph(kind),
+          glyphElement(kind),
           scene.record.short(i),
           el('small', { textContent: kindName(kind) }),
           el('span', { className: 'num', textContent: one.divergence?.toFixed(3) ?? '–' }),

@@ -1,12 +1,12 @@
-// The panel of the text on the page of all heads, coloured by the attention that each token receives. A click on a token colours
-// it by how much each token looks at that one, and lists the heads that do.
-import { paint, rootEnd, tone } from '../shared/colour.js';
+// The panel of the text on the page of all heads, coloured by the attention that each token receives. A click on a
+// token colours it by how much each token looks at that one, and lists the heads that do.
+import { endOfRootScale, paintElement, toneOf } from '../shared/colour.js';
 import { $, el, elementIn, NBSP, translate } from '../shared/dom.js';
-import { glyph } from '../shared/kinds.js';
+import { glyphElement } from '../shared/kinds.js';
 import { tickedRamp } from '../shared/legend.js';
-import { count, exact, percent, short } from '../shared/numbers.js';
-import { choosable, isolated, PART, quoted, setText, UNKNOWN } from '../shared/tokens.js';
-import { json, sampleAt } from './api.js';
+import { formatCount, formatExact, formatPercent, formatShort } from '../shared/numbers.js';
+import { isolateToken, makeChoosable, PIECE_FLAG, quoteToken, setText, UNKNOWN_FLAG } from '../shared/tokens.js';
+import { pathOfSample, requestJson } from './api.js';
 import { state, toCell, toHead } from './permalink.js';
 import { view } from './record.js';
 
@@ -22,7 +22,7 @@ let turn = 0;
 const largest = (weights, hidden = -1) =>
   weights.reduce((best, w, p) => (p !== hidden && (best < 0 || w > weights[best]) ? p : best), -1);
 
-export function openingText(shown = record) {
+export function showOpeningText(shown = record) {
   if (shown !== record) {
     unfolded = false;
     chosen = -1;
@@ -37,11 +37,11 @@ export function openingText(shown = record) {
   if (!text) return;
   const spans = layOut(text);
   const notes = received ? paintReceived(spans, text, received) : [translate('unpainted')];
-  if (text.flags.some(flag => flag & UNKNOWN)) notes.push(translate('unknown'));
+  if (text.flags.some(flag => flag & UNKNOWN_FLAG)) notes.push(translate('unknown'));
   if (asks()) {
-    choosable($('words'), spans, translate('the text'), text.labels, chosen, p => {
+    makeChoosable($('words'), spans, translate('the text'), text.labels, chosen, p => {
       chosen = p === chosen ? -1 : p;
-      openingText();
+      showOpeningText();
       elementIn($('words'), `[data-p="${p}"]`).focus();
     });
     notes.push(translate('looks.why'));
@@ -68,10 +68,10 @@ function layOut(text) {
   $('unfold').hidden = !long;
   $('unfold').textContent = unfolded
     ? translate('less text')
-    : translate('whole text', { tokens: count(text.shown.length) });
+    : translate('whole text', { tokens: formatCount(text.shown.length) });
   $('unfold').onclick = () => {
     unfolded = !unfolded;
-    openingText();
+    showOpeningText();
   };
   return spans;
 }
@@ -80,20 +80,21 @@ function layOut(text) {
 function paintReceived(spans, text, received) {
   const hidden = state.masked ? 0 : -1;
   const top = largest(received, hidden);
-  const end = rootEnd(received[top] ?? 0, false);
+  const end = endOfRootScale(received[top] ?? 0, false);
   spans.forEach((span, p) => {
-    paint(span, p === hidden ? 0 : tone(state.scale, received[p], end));
+    paintElement(span, p === hidden ? 0 : toneOf(state.scale, received[p], end));
     span.title =
-      text.flags[p] & PART
-        ? translate('part of', { token: quoted(text.labels[firstPart(text, p)]) })
-        : translate('receives', { share: percent(received[p]) });
+      text.flags[p] & PIECE_FLAG
+        ? translate('part of', { token: quoteToken(text.labels[firstPart(text, p)]) })
+        : translate('receives', { share: formatPercent(received[p]) });
   });
   const notes = [];
   if (top >= 0) {
-    notes.push(translate('painted', { token: quoted(text.labels[top]), share: percent(received[top]) }));
-    if (state.scale !== 'log') notes.push(translate('scale.end', { end: exact(end) }));
+    notes.push(translate('painted', { token: quoteToken(text.labels[top]), share: formatPercent(received[top]) }));
+    if (state.scale !== 'log') notes.push(translate('scale.end', { end: formatExact(end) }));
   }
-  if (!hidden) notes.push(translate('first hidden', { token: quoted(text.labels[0]), share: percent(received[0]) }));
+  if (!hidden)
+    notes.push(translate('first hidden', { token: quoteToken(text.labels[0]), share: formatPercent(received[0]) }));
   return notes;
 }
 
@@ -111,12 +112,12 @@ const asks = () => view.looking && record.layers.some(layer => layer.rows && lay
 
 // The first token of the character that a token is a part of.
 function firstPart(text, p) {
-  while (p > 0 && text.flags[p] & PART && !text.shown[p]) p--;
+  while (p > 0 && text.flags[p] & PIECE_FLAG && !text.shown[p]) p--;
   return p;
 }
 
-// A token that looks at the chosen one, and its weight: a link to the cell, with the position of the token if the text has it more
-// than once.
+// A token that looks at the chosen one, and its weight: a link to the cell, with the position of the token if the text
+// has it more than once.
 function looker(l, h, { text, from }, q, w) {
   const p = q + from;
   const first = text ? firstPart(text, p) : p;
@@ -126,12 +127,12 @@ function looker(l, h, { text, from }, q, w) {
     'a',
     {
       href: toCell(record.run, record.sample, l, h, q, chosen),
-      title: `${translate('query')} ${count(q)} → ${translate('key')} ${count(chosen)}`,
+      title: `${translate('query')} ${formatCount(q)} → ${translate('key')} ${formatCount(chosen)}`,
     },
-    quoted(name),
-    ...(again ? [el('sub', { textContent: count(q) })] : []),
+    quoteToken(name),
+    ...(again ? [el('sub', { textContent: formatCount(q) })] : []),
   );
-  return el('span', { className: 'looker' }, cell, NBSP + short(w));
+  return el('span', { className: 'looker' }, cell, NBSP + formatShort(w));
 }
 
 // Show which heads look most at the chosen token, and paint each token by how much it looks at it.
@@ -140,35 +141,35 @@ async function look(spans, text) {
   const box = $('looking');
   box.replaceChildren(el('progress'), ' ', translate('comparing'));
   /** @type {LookingHeads & { error?: string }} */
-  const { heads, tokens, error } = await json(`${sampleAt(record.run, record.sample)}/looking?key=${chosen}`).catch(
-    found => ({ heads: [], tokens: [], error: found.message }),
-  );
+  const { heads, tokens, error } = await requestJson(
+    `${pathOfSample(record.run, record.sample)}/looking?key=${chosen}`,
+  ).catch(found => ({ heads: [], tokens: [], error: found.message }));
   if (mine !== turn) return;
   const back = el('button', {
     className: 'btn',
     textContent: translate('looks.back'),
     onclick: () => {
       chosen = -1;
-      openingText();
+      showOpeningText();
     },
   });
   if (!heads.length) {
     box.replaceChildren(el('p', { className: 'note', textContent: error ?? translate('looks.none') }), back);
     return;
   }
-  const end = rootEnd(tokens[largest(tokens)], false);
+  const end = endOfRootScale(tokens[largest(tokens)], false);
   spans.forEach((span, p) => {
-    paint(span, tone(state.scale, tokens[p], end));
-    span.title = `${isolated(text.labels[p])} ${short(tokens[p])}`;
+    paintElement(span, toneOf(state.scale, tokens[p], end));
+    span.title = `${isolateToken(text.labels[p])} ${formatShort(tokens[p])}`;
   });
-  box.replaceChildren(...lookingHeads(heads, quoted(text.labels[firstPart(text, chosen)]), end), back);
+  box.replaceChildren(...lookingHeads(heads, quoteToken(text.labels[firstPart(text, chosen)]), end), back);
 }
 
 // The list of the heads that look at a token, below a scale that ends at `end`.
 function lookingHeads(heads, token, end) {
   const notes = [
     translate('looks.note', { token }),
-    ...(state.scale === 'log' ? [] : [translate('scale.end', { end: exact(end) })]),
+    ...(state.scale === 'log' ? [] : [translate('scale.end', { end: formatExact(end) })]),
     ...(record.layers.some(layer => layer.rows === 'largest') ? [translate('looks.stored')] : []),
   ];
   return [
@@ -192,10 +193,10 @@ function lookingHead(/** @type {LookingHead} */ { layer, head, share, queries })
     el(
       'a',
       { href: toHead(record.run, record.sample, layer, head), k: record.kinds[i] },
-      glyph(record.kinds[i]),
+      glyphElement(record.kinds[i]),
       record.short(i),
     ),
-    el('span', { className: 'num', textContent: short(share) }),
+    el('span', { className: 'num', textContent: formatShort(share) }),
     el(
       'small',
       {},

@@ -1,33 +1,33 @@
-// The page of all heads: title and facts, the text, the findings, filter and kinds, the grid with its inspector, the table, the
-// definitions.
+// The page of all heads: title and facts, the text, the findings, filter and kinds, the grid with its inspector, the
+// table, the definitions.
 import { $, el, elementIn, NBSP, translate, waitingNote } from '../shared/dom.js';
-import { fits, unmatched } from '../shared/filter.js';
-import { colourOf, isOutline } from '../shared/kindlist.js';
+import { explainNoMatch, passesFilter } from '../shared/filter.js';
+import { colourOfKind, isOutlineKind } from '../shared/kindlist.js';
 import { alignmentTag, kindChips, kindTags, pathLine } from '../shared/kinds.js';
 import { blockNote, cellNote, scaleChoice, tickedRamp } from '../shared/legend.js';
-import { count } from '../shared/numbers.js';
-import { definitions, numbersTable } from '../shared/statistics.js';
-import { showRows, showTable } from '../shared/table.js';
-import { downloads, json, sampleAt } from './api.js';
-import { changed } from './changed.js';
+import { formatCount } from '../shared/numbers.js';
+import { numbersTable, showDefinitions } from '../shared/statistics.js';
+import { showAllRows, showTable } from '../shared/table.js';
+import { downloadLinks, pathOfSample, requestJson } from './api.js';
+import { showChangedHeads } from './changed.js';
 import {
+  drawGridOfHeads,
   drawRow,
-  fade,
-  grid,
+  fadeHeads,
+  gridListeners,
   headLink,
-  inspected,
-  listeners,
+  inspectedMap,
   litHead,
   mapBlocks,
   mapsMissing,
   redrawRows,
   scaleTop,
-  thumb,
+  thumbnailOf,
   topWeight,
 } from './grid.js';
-import { printed } from './host.js';
-import { openingText } from './opening.js';
-import { save, state, toHead } from './permalink.js';
+import { onPrint } from './host.js';
+import { showOpeningText } from './opening.js';
+import { saveAddress, state, toHead } from './permalink.js';
 import { view } from './record.js';
 
 /** @import { Sample } from './record.js' */
@@ -45,9 +45,9 @@ const asFiltered = i => ({
 const marks = i => (record.aligned(i) ? [alignmentTag()] : []);
 const passes = i =>
   (!state.kind || record.allKinds[i].includes(state.kind)) &&
-  (!state.filter || fits(state.filter, record.metrics, i, asFiltered(i)));
+  (!state.filter || passesFilter(state.filter, record.metrics, i, asFiltered(i)));
 const why = () =>
-  unmatched(
+  explainNoMatch(
     state.filter,
     record.metrics,
     record.unrecorded,
@@ -63,13 +63,13 @@ const statisticsTable = () =>
     order: state.order,
     reorder: order => {
       state.order = order;
-      save();
+      saveAddress();
     },
     why: why(),
     marks,
   });
 
-export function overview(shown, openHead) {
+export function showOverview(shown, openHead) {
   record = shown;
   goTo = openHead;
   if (!record.legend.some(kind => kind.id === state.kind)) state.kind = '';
@@ -80,13 +80,13 @@ export function overview(shown, openHead) {
       el('div', {}, el('dt', { textContent: label }), el('dd', { className: 'num', textContent: value })),
     ),
   );
-  openingText(record);
+  showOpeningText(record);
   $('filter').value = state.filter;
   chips();
-  grid(record, passes, goTo);
-  listeners.pointed = inspect;
+  drawGridOfHeads(record, passes, goTo);
+  gridListeners.pointed = inspect;
   let drawnTop = scaleTop();
-  listeners.arrived = (of, l) => {
+  gridListeners.arrived = (of, l) => {
     if (of !== record) return;
     if (state.scale !== 'log' && scaleTop() !== drawnTop) redrawRows();
     else drawRow(l);
@@ -99,8 +99,8 @@ export function overview(shown, openHead) {
   findings();
   statisticsTable();
   links();
-  changed(record);
-  definitions(
+  showChangedHeads(record);
+  showDefinitions(
     $('defs'),
     [...record.metrics, ...(record.received ? [{ id: 'received', label: record.labels.received }] : [])],
     record.legend,
@@ -127,7 +127,7 @@ let ofAll = true;
 function findingsOfAll(run) {
   if (!together.has(run)) {
     together.set(run, null);
-    json(`api/runs/${run}/texts`)
+    requestJson(`api/runs/${run}/texts`)
       .then(
         (/** @type {AllTextsDescription} */ answer) => together.set(run, answer.findings),
         () => together.delete(run),
@@ -149,12 +149,12 @@ function choiceOfTexts({ samples, texts }) {
         elementIn($('findsof'), '[aria-pressed=true]').focus();
       },
     });
-  const n = count(samples[record.sample].number);
+  const n = formatCount(samples[record.sample].number);
   $('findsof').replaceChildren(
     el(
       'span',
       { className: 'seg', role: 'group', 'aria-label': translate('findings') },
-      choice(true, translate('over all texts', { texts: count(texts) })),
+      choice(true, translate('over all texts', { texts: formatCount(texts) })),
       choice(false, translate('on text', { n })),
     ),
     el('span', { className: 'note', textContent: ofAll ? translate('maps of text', { n }) : '' }),
@@ -179,7 +179,7 @@ function findings() {
   $('finds').replaceChildren(
     ...found.map(({ layer, head, sentence, count: number, over_texts: over }) => {
       const i = record.index(layer, head);
-      const notes = [over?.sentence, number, isOutline(record.kinds[i]) ? translate('map of text') : ''];
+      const notes = [over?.sentence, number, isOutlineKind(record.kinds[i]) ? translate('map of text') : ''];
       const words = el(
         'p',
         {},
@@ -193,7 +193,7 @@ function findings() {
         el(
           'a',
           { href: toHead(record.run, record.sample, layer, head) },
-          el('span', { className: 'framed', k: record.kinds[i] }, thumb(record, i, 56)),
+          el('span', { className: 'framed', k: record.kinds[i] }, thumbnailOf(record, i, 56)),
           words,
         ),
       );
@@ -210,13 +210,13 @@ function chips() {
 }
 
 function narrowed() {
-  fade(passes);
+  fadeHeads(passes);
   statisticsTable();
-  save();
+  saveAddress();
 }
 // Paper shows every row.
-printed(all => {
-  showRows(all);
+onPrint(all => {
+  showAllRows(all);
   if (record) statisticsTable();
 });
 
@@ -233,7 +233,7 @@ function scale() {
     scale();
     inspect(litHead());
     statisticsTable();
-    save();
+    saveAddress();
     elementIn($('scale'), '[aria-pressed=true]').focus();
   };
   const means = mapBlocks(record);
@@ -255,11 +255,11 @@ function scale() {
     scaleChoice(state.scale, change),
     el('div', { className: 'note', textContent: notes.join(translate('join.sentences')) }),
   );
-  const words = missing ? record.noMaps || translate('share absent') : building();
+  const words = missing ? record.noMaps || translate('share absent') : buildingNote();
   $('gridstate').hidden = !words;
   $('gridstate').textContent = words;
 }
-export function building(of = record) {
+export function buildingNote(of = record) {
   const { state: at, done, total, inMemory, error } = of.progress;
   if (error) return error;
   return at === 'building'
@@ -268,15 +268,15 @@ export function building(of = record) {
       })
     : '';
 }
-export const progressed = () => scale();
+export const showProgress = () => scale();
 
 function inspect(i) {
-  const { picture, block, top } = inspected(record, i, 300);
+  const { picture, block, top } = inspectedMap(record, i, 300);
   const note = block ? [el('p', { className: 'note', textContent: cellNote(block, state.scale, top) })] : [];
   const { l, h } = record.heads[i];
   const link = el('a', { href: toHead(record.run, record.sample, l, h), tabIndex: -1, 'aria-hidden': 'true' }, picture);
   link.classList.add('framed');
-  link.style.setProperty('--k', colourOf(record.kinds[i]));
+  link.style.setProperty('--k', colourOfKind(record.kinds[i]));
   $('insp').replaceChildren(
     link,
     ...note,
@@ -291,6 +291,6 @@ function links() {
   $('tablelinks').hidden = !view.served;
   $('tablelinks').replaceChildren(
     translate('download') + ' ',
-    ...downloads(`${sampleAt(record.run, record.sample)}/table`),
+    ...downloadLinks(`${pathOfSample(record.run, record.sample)}/table`),
   );
 }

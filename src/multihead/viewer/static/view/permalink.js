@@ -1,7 +1,8 @@
 // The state of the page, and the address that restores it: #a=L17H4&b=L16H0&v=ab&x=3400&y=3400&n=120&q=3440&c=log&s=0.
-// Also: r and t, the run and the text (sample); rb, the run of B; f, k and o, the filter, the kind and the order of the table.
+// Also: r and t, the run and the text (sample); rb, the run of B; f, k and o, the filter, the kind and the order of the
+// table.
 import { remembered } from '../shared/remembered.js';
-import { mark, place } from './host.js';
+import { markSaved, place } from './host.js';
 
 export const state = {
   run: 0,
@@ -29,7 +30,7 @@ const headIn = text => {
 const number = (text, otherwise) => (text !== null && text !== '' && Number.isFinite(+text) ? +text : otherwise);
 const name = ({ l, h }) => `L${l}H${h}`;
 
-export function read(hash) {
+export function readAddress(hash) {
   const given = new URLSearchParams(hash.replace(/^#/, ''));
   const run = Math.floor(number(given.get('r'), 0));
   const b = headIn(given.get('b'));
@@ -51,7 +52,7 @@ export function read(hash) {
   };
 }
 
-export function write(st = state) {
+export function writeAddress(st = state) {
   /** @type {Record<string, string | number>} */
   const out = {};
   if (st.run) out.r = st.run;
@@ -82,13 +83,13 @@ export function write(st = state) {
 
 // The address of a head's whole map, or of all heads, keeping the other choices.
 export const toHead = (run, sample, l, h) =>
-  write({ ...state, run, sample, a: { l, h }, compare: false, x: 0, y: 0, n: 0, q: -1 }).replace(
+  writeAddress({ ...state, run, sample, a: { l, h }, compare: false, x: 0, y: 0, n: 0, q: -1 }).replace(
     /&x=0&y=0&n=0&q=-1/,
     '',
   );
 // The address of one cell of a head's map, in the middle of a part of it.
 export const toCell = (run, sample, l, h, query, key) =>
-  write({
+  writeAddress({
     ...state,
     run,
     sample,
@@ -101,24 +102,32 @@ export const toCell = (run, sample, l, h, query, key) =>
   });
 // The address of a head compared with the same head of another run.
 export const toBoth = (run, sample, l, h, other) =>
-  write({ ...state, run, sample, a: { l, h }, b: { r: other, l, h }, compare: true, x: 0, y: 0, n: 0, q: -1 }).replace(
-    /&x=0&y=0&n=0&q=-1/,
-    '',
-  );
-export const toAll = () => write({ ...state, a: null });
+  writeAddress({
+    ...state,
+    run,
+    sample,
+    a: { l, h },
+    b: { r: other, l, h },
+    compare: true,
+    x: 0,
+    y: 0,
+    n: 0,
+    q: -1,
+  }).replace(/&x=0&y=0&n=0&q=-1/, '');
+export const toAll = () => writeAddress({ ...state, a: null });
 
 // The address follows 120 ms after the last change; until then the page is marked as not saved.
 let timer = 0;
-export function unsaved() {
-  mark(false);
+export function markUnsaved() {
+  markSaved(false);
 }
-export function save() {
-  unsaved();
+export function saveAddress() {
+  markUnsaved();
   clearTimeout(timer);
-  timer = setTimeout(saveNow, 120);
+  timer = setTimeout(saveAddressNow, 120);
 }
-export function saveNow() {
+export function saveAddressNow() {
   clearTimeout(timer);
-  if (write() !== place.read()) place.replace(write());
-  mark(true);
+  if (writeAddress() !== place.read()) place.replace(writeAddress());
+  markSaved(true);
 }

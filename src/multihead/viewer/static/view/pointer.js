@@ -1,12 +1,12 @@
 // The pointer on the map: hover, drag, wheel, pinch and double click, and the pointer on the small map of the whole.
 import { $ } from '../shared/dom.js';
-import { cellAt, centre, zoom } from './geometry.js';
+import { cellAt, centreView, zoomView } from './geometry.js';
 import { pointAt, pointedNow, redraw, sceneNow } from './head.js';
-import { zooms } from './host.js';
+import { isWheelZoom } from './host.js';
 import { shown } from './map.js';
 import { marginsLoaded } from './margins.js';
 import { state } from './permalink.js';
-import { arrived } from './tiles.js';
+import { tilesArrived } from './tiles.js';
 
 const MIN_DRAG = 4; // pixels that a finger moves before the map moves with it
 const DOUBLE_CLICK = 0.35; // the part of the keys in view that stays in view
@@ -26,7 +26,7 @@ export function listenToPointer() {
   map.ondblclick = event => zoomAt(event, DOUBLE_CLICK);
   $('mini').onpointerdown = jump;
   $('mini').onpointermove = jump;
-  arrived.notify = redraw;
+  tilesArrived.notify = redraw;
   marginsLoaded.notify = redraw;
 }
 
@@ -49,12 +49,12 @@ function weightAt(event) {
 
 function zoomAt(event, factor) {
   if (!sceneNow()) return;
-  zoom(factor, sceneNow().layer, placeAt(event));
+  zoomView(factor, sceneNow().layer, placeAt(event));
   redraw();
 }
 
 function turnWheel(event) {
-  if (!zooms(event)) return;
+  if (!isWheelZoom(event)) return;
   event.preventDefault();
   zoomAt(event, Math.exp(event.deltaY * (event.deltaMode ? 0.05 : 0.0016)));
 }
@@ -129,6 +129,6 @@ function jump(event) {
   const { layer } = sceneNow();
   const query = ((event.clientY - box.top) / box.height) * layer.queries;
   const key = ((event.clientX - box.left) / box.width) * layer.keys;
-  centre(layer, query, key);
+  centreView(layer, query, key);
   redraw();
 }

@@ -1,15 +1,23 @@
-// The panels of the query that is read, the one under the pointer or the chosen one: its weight on a key, the strip along the
-// text, the largest weights in context, the text around it.
-import { css, hatching, paint, rgb, rootEnd, sized, tone } from '../shared/colour.js';
+// The panels of the query that is read, the one under the pointer or the chosen one: its weight on a key, the strip
+// along the text, the largest weights in context, the text around it.
+import {
+  colourOfTone,
+  cssVariable,
+  endOfRootScale,
+  hatchingPattern,
+  paintElement,
+  sizeCanvas,
+  toneOf,
+} from '../shared/colour.js';
 import { $, el, elementAround, translate } from '../shared/dom.js';
 import { isSingle } from '../shared/legend.js';
-import { count, exact, keepLargest, percent, short } from '../shared/numbers.js';
-import { directionOf, isolated, phrase, quoted, setText } from '../shared/tokens.js';
-import { centre } from './geometry.js';
+import { formatCount, formatExact, formatPercent, formatShort, keepLargest } from '../shared/numbers.js';
+import { directionOf, isolateToken, joinTokens, quoteToken, setText } from '../shared/tokens.js';
+import { centreView } from './geometry.js';
 import { shown } from './map.js';
 import { state } from './permalink.js';
-import { label } from './record.js';
-import { row, wantRows } from './rows.js';
+import { labelOfToken } from './record.js';
+import { rowOfQuery, wantRows } from './rows.js';
 
 /** @import { Scene } from './head.js' */
 
@@ -19,9 +27,10 @@ const AFTER = 30;
 const WHOLE = 400;
 let drawn = '';
 
-// The query that is read: its weights a, b (of the second head), what follows from them, and whether it has changed since it
-// was drawn. A weight is NaN where it is masked, -1 where the page does not store it. Null until the weights have arrived.
-export function reading(/** @type {Scene} */ scene, pointed) {
+// The query that is read: its weights a, b (of the second head), what follows from them, and whether it has changed
+// since it was drawn. A weight is NaN where it is masked, -1 where the page does not store it. Null until the weights
+// have arrived.
+export function readQuery(/** @type {Scene} */ scene, pointed) {
   const q = pointed ? pointed[0] : state.q;
   const places = [scene.a, ...(state.compare && q < scene.otherLayer.queries ? [scene.b] : [])];
   if (!scene.layer.rows) {
@@ -29,8 +38,8 @@ export function reading(/** @type {Scene} */ scene, pointed) {
     return { q, a: null };
   }
   wantRows(places, q);
-  const a = row(scene.a, q);
-  const b = state.compare ? row(scene.b, q) : null;
+  const a = rowOfQuery(scene.a, q);
+  const b = state.compare ? rowOfQuery(scene.b, q) : null;
   const here = a && (places.length < 2 || b);
   $('read').setAttribute('aria-busy', String(!here));
   if (!here) return null; // the panels stay as they are until the whole row has arrived
@@ -41,8 +50,8 @@ export function reading(/** @type {Scene} */ scene, pointed) {
   return { q, a, b, shares, changed };
 }
 
-// Summarise a row: its largest weights, its entropy and its colour scale (linear ends at the largest weight); a masked first
-// key is left out.
+// Summarise a row: its largest weights, its entropy and its colour scale (linear ends at the largest weight); a masked
+// first key is left out.
 function summary(a, /** @type {Scene} */ scene) {
   const best = [];
   const weight = j => a[j];
@@ -66,7 +75,7 @@ function summary(a, /** @type {Scene} */ scene) {
     keepLargest(best, j, weight, STRONGEST);
   }
   // Without the first key the others get the whole scale, because the reader wants to see the differences between them.
-  const end = state.scale === 'linear' ? top : state.masked ? rootEnd(top, false) : 1;
+  const end = state.scale === 'linear' ? top : state.masked ? endOfRootScale(top, false) : 1;
   return {
     best,
     top,
@@ -76,7 +85,7 @@ function summary(a, /** @type {Scene} */ scene) {
     last,
     keys: Math.exp(entropy),
     end,
-    tone: w => tone(state.scale, w, end),
+    tone: w => toneOf(state.scale, w, end),
     causal: scene.layer.pattern === 'causal',
   };
 }
@@ -107,8 +116,8 @@ export const valuePanel = {
 };
 
 const side = (which, p, name) => [
-  el('bdi', { className: 'tok', textContent: label(which, p) }),
-  el('small', { textContent: ` ${translate(name)} ${count(p)}` }),
+  el('bdi', { className: 'tok', textContent: labelOfToken(which, p) }),
+  el('small', { textContent: ` ${translate(name)} ${formatCount(p)}` }),
 ];
 function show(sides, words, worded, notes, value = '') {
   $('read').replaceChildren(
@@ -134,13 +143,14 @@ function showWeight(/** @type {Scene} */ scene, pointed, { q, a, b, shares }) {
       ? translate(shares.causal && key > shares.last ? 'later key' : 'masked')
       : w < 0
         ? notStored(shares.stored)
-        : exact(w);
+        : formatExact(w);
   const notes = blind || hidden || partial ? [] : [translate('effective keys', { n: shares.keys.toFixed(1) })];
-  if (b && !blind) notes.unshift(`${scene.titles.b[0]} ${b[key] >= 0 ? exact(b[key]) : translate('absent')}`);
+  if (b && !blind) notes.unshift(`${scene.titles.b[0]} ${b[key] >= 0 ? formatExact(b[key]) : translate('absent')}`);
+  const toKey = [el('br'), '→ ', ...side(scene.sides.key, key, 'key')];
   const mean = blockMean(q, key);
   if (mean) notes.push(mean);
   show(
-    [...side(scene.sides.query, q, 'query'), ...(blind ? [] : [el('br'), '→ ', ...side(scene.sides.key, key, 'key')])],
+    [...side(scene.sides.query, q, 'query'), ...(blind ? [] : toKey)],
     words,
     blind || hidden || w < 0,
     notes,
@@ -163,7 +173,7 @@ function cellOf(query, key) {
 function blockMean(query, key) {
   const cell = cellOf(query, key);
   return cell && !isSingle([cell.high, cell.wide]) && cell.mean >= 0
-    ? translate('block mean', { rows: cell.high, columns: cell.wide, share: short(cell.mean) })
+    ? translate('block mean', { rows: cell.high, columns: cell.wide, share: formatShort(cell.mean) })
     : '';
 }
 
@@ -176,7 +186,7 @@ function meanOf(/** @type {Scene} */ scene, [query, key]) {
   }
   const { mean, high, wide, r, c } = cell;
   const span = (at, block, all) =>
-    block === 1 ? count(at) : `${count(at * block)}–${count(Math.min(all, (at + 1) * block) - 1)}`;
+    block === 1 ? formatCount(at) : `${formatCount(at * block)}–${formatCount(Math.min(all, (at + 1) * block) - 1)}`;
   show(
     [
       translate('queries n', { range: span(r, high, scene.layer.queries) }),
@@ -184,7 +194,7 @@ function meanOf(/** @type {Scene} */ scene, [query, key]) {
       '→ ',
       translate('keys n', { range: span(c, wide, scene.layer.keys) }),
     ],
-    !Number.isNaN(mean) ? exact(mean) : translate('masked'),
+    !Number.isNaN(mean) ? formatExact(mean) : translate('masked'),
     Number.isNaN(mean),
     !Number.isNaN(mean) && !isSingle([high, wide]) ? [translate('mean of block', { rows: high, columns: wide })] : [],
     String(mean),
@@ -195,17 +205,17 @@ export const stripPanel = readPanel('along', (/** @type {Scene} */ scene, { q, a
   const canvas = $('strip');
   const width = Math.max(120, $('right').clientWidth - 32);
   const high = 36;
-  const pen = sized(canvas, width, 58);
+  const pen = sizeCanvas(canvas, width, 58);
   const bins = Math.min(a.length, Math.floor(width / 2));
   const size = width / bins;
   const from = b => Math.floor((b * a.length) / bins);
   canvas.onclick = event => {
     const box = canvas.getBoundingClientRect();
-    centre(scene.layer, state.q, ((event.clientX - box.left) / box.width) * scene.layer.keys);
+    centreView(scene.layer, state.q, ((event.clientX - box.left) / box.width) * scene.layer.keys);
     redraw();
   };
-  canvas.setAttribute('aria-label', translate('strip label', { query: count(q) }));
-  const hatch = hatching(pen, 5);
+  canvas.setAttribute('aria-label', translate('strip label', { query: formatCount(q) }));
+  const hatch = hatchingPattern(pen, 5);
   for (let b = 0; b < bins; b++) {
     let max = NaN;
     for (let j = from(b); j < Math.max(from(b) + 1, from(b + 1)); j++)
@@ -216,12 +226,12 @@ export const stripPanel = readPanel('along', (/** @type {Scene} */ scene, { q, a
       continue;
     }
     const t = shares.tone(max);
-    pen.fillStyle = rgb('ink', Math.max(0.35, t));
+    pen.fillStyle = colourOfTone('ink', Math.max(0.35, t));
     pen.fillRect(b * size, high - t * high, Math.max(1, size - (size > 3 ? 1 : 0.4)), t * high);
   }
-  pen.fillStyle = css('line2');
+  pen.fillStyle = cssVariable('line2');
   pen.fillRect(0, high, width, 1);
-  pen.fillStyle = css('ink');
+  pen.fillStyle = cssVariable('ink');
   pen.fillRect(
     (state.x / a.length) * width,
     high + 3,
@@ -229,20 +239,22 @@ export const stripPanel = readPanel('along', (/** @type {Scene} */ scene, { q, a
     2,
   );
   if (!scene.layer.crosses) {
-    pen.fillStyle = css('mark');
+    pen.fillStyle = cssVariable('mark');
     pen.fillRect(((q + scene.layer.queryStart + 0.5) / a.length) * width - 0.75, 0, 1.5, high + 2);
   }
-  pen.fillStyle = css('faint');
-  pen.font = `11px ${css('sans')}`;
+  pen.fillStyle = cssVariable('faint');
+  pen.font = `11px ${cssVariable('sans')}`;
   for (const [align, x, key] of [
     ['left', 0, 0],
     ['right', width, a.length - 1],
   ]) {
     pen.textAlign = align;
-    pen.fillText(translate('key n', { n: count(key) }), x, 52);
+    pen.fillText(translate('key n', { n: formatCount(key) }), x, 52);
   }
   $('rowtop').textContent =
-    state.scale === 'log' ? translate('scale.log') : `0–${short(shares.end)}, ${translate('scale.' + state.scale)}`;
+    state.scale === 'log'
+      ? translate('scale.log')
+      : `0–${formatShort(shares.end)}, ${translate('scale.' + state.scale)}`;
 });
 
 // List the largest weights with the text around their keys, one per line, which shows an induction head best.
@@ -250,31 +262,36 @@ export const contextPanel = readPanel('context', (/** @type {Scene} */ scene, { 
   const { text, from } = scene.sides.key;
   const cell = (name, ...children) => el('span', { className: name }, ...children);
   const dir = text ? directionOf(text) : 'ltr';
-  const around = (start, stop) => el('bdi', { dir, textContent: text ? phrase(text, start + from, stop + from) : '' });
+  const around = (start, stop) =>
+    el('bdi', { dir, textContent: text ? joinTokens(text, start + from, stop + from) : '' });
   $('kwic').classList.toggle('bare', !text);
   $('kwic').dir = dir;
   $('kwic').replaceChildren(
     ...shares.best.flatMap(j => {
-      const word = label(scene.sides.key, j);
+      const word = labelOfToken(scene.sides.key, j);
       const go = el(
         'button',
         {
           onclick: () => {
             state.q = q;
-            centre(scene.layer, q, j, 56);
+            centreView(scene.layer, q, j, 56);
             redraw();
           },
-          'aria-label': translate('go there', { key: count(j), token: quoted(word), share: short(a[j]) }),
+          'aria-label': translate('go there', {
+            key: formatCount(j),
+            token: quoteToken(word),
+            share: formatShort(a[j]),
+          }),
         },
         el('bdi', { textContent: word }),
       );
-      paint(go, shares.tone(a[j]));
+      paintElement(go, shares.tone(a[j]));
       return [
-        cell('n', count(j)),
+        cell('n', formatCount(j)),
         cell('l', around(j - 5, j)),
         go,
         cell('r', around(j + 1, j + 6)),
-        cell('p', short(a[j])),
+        cell('p', formatShort(a[j])),
       ];
     }),
   );
@@ -283,14 +300,15 @@ export const contextPanel = readPanel('context', (/** @type {Scene} */ scene, { 
   $('keptshare').hidden = shares.stored === shares.sees;
   $('keptshare').textContent = translate(shares.stored === 1 ? 'stored share 1' : 'stored share', {
     n: shares.stored,
-    share: percent(Math.min(1, shares.total)),
+    share: formatPercent(Math.min(1, shares.total)),
   });
 });
 
 const shownParts = new Map(); // box of a text -> the part of the text that is in it
 const resting = new Set(); // boxes whose text must not move, because the pointer is on it
 
-// A text of which the part around a token is shown; a word of it that is pointed at or clicked is the query, if it is one.
+// A text of which the part around a token is shown; a word of it that is pointed at or clicked is the query, if it is
+// one.
 function partOfText(box, { text, from }, length, at, before) {
   const start = length <= WHOLE ? 0 : Math.max(0, Math.min(length - BEFORE - AFTER, at - before));
   const end = length <= WHOLE ? length : Math.min(length, start + BEFORE + AFTER);
@@ -362,14 +380,14 @@ export const textPanel = {
       const j = start + k;
       const w = a[j];
       const hidden = Number.isNaN(w);
-      paint(one, hidden || (state.masked && !j) ? 0 : shares.tone(w));
+      paintElement(one, hidden || (state.masked && !j) ? 0 : shares.tone(w));
       one.classList.toggle('on', !layer.crosses && j === at);
       one.classList.toggle('unseen', hidden);
       one.title = hidden
         ? translate(shares.causal && j > shares.last ? 'later key' : 'masked')
-        : `${isolated(text.labels[j + from])} ${w < 0 ? notStored(shares.stored) : short(w)}`;
+        : `${isolateToken(text.labels[j + from])} ${w < 0 ? notStored(shares.stored) : formatShort(w)}`;
     });
-    $('span').textContent = n <= WHOLE ? '' : `${count(start)}–${count(end - 1)}`;
+    $('span').textContent = n <= WHOLE ? '' : `${formatCount(start)}–${formatCount(end - 1)}`;
     scrollToMark(box, list);
   }),
   forget: () => shownParts.clear(),

@@ -1,11 +1,11 @@
-// One sample of a run, as the server describes it: its layers, heads, kinds, numbers and texts. A layer is identified by its
-// number in the model everywhere, also in addresses.
+// One sample of a run, as the server describes it: its layers, heads, kinds, numbers and texts. A layer is identified
+// by its number in the model everywhere, also in addresses.
 import { translate } from '../shared/dom.js';
 import { HeadList } from '../shared/headlist.js';
 import { addLegend } from '../shared/kindlist.js';
 import { kindNames, roleName } from '../shared/kinds.js';
-import { statistic } from '../shared/statistics.js';
-import { json, sampleAt } from './api.js';
+import { makeStatistic } from '../shared/statistics.js';
+import { pathOfSample, requestJson } from './api.js';
 
 const BUILT = 6;
 /** @type {ViewDescription} */
@@ -48,7 +48,7 @@ export class Sample extends HeadList {
     this.metrics = columns
       .filter(column => Object.hasOwn(metrics, column.id))
       .map(column =>
-        statistic(
+        makeStatistic(
           column,
           metrics[column.id],
           Object.hasOwn(largest, column.id) ? largest[column.id] : undefined,
@@ -110,11 +110,11 @@ const kept = new Map();
 export function sampleOf(run, sample) {
   const key = `${run} ${sample}`;
   if (!kept.has(key)) {
-    const request = json(sampleAt(run, sample)).then(described => new Sample(run, sample, described));
+    const request = requestJson(pathOfSample(run, sample)).then(described => new Sample(run, sample, described));
     request.catch(() => kept.delete(key));
     kept.set(key, request);
   }
   return kept.get(key);
 }
 
-export const label = (side, p) => side.text?.labels[p + side.from] ?? String(p);
+export const labelOfToken = (side, p) => side.text?.labels[p + side.from] ?? String(p);

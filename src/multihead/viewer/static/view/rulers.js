@@ -1,17 +1,17 @@
 // The rulers of a pane: tokens if a cell has at least 10.5 pixels, else round positions.
-import { css } from '../shared/colour.js';
+import { cssVariable } from '../shared/colour.js';
 import { translate } from '../shared/dom.js';
-import { count, roundedUp } from '../shared/numbers.js';
+import { formatCount, roundUp } from '../shared/numbers.js';
 import { state } from './permalink.js';
-import { label } from './record.js';
+import { labelOfToken } from './record.js';
 
-export const WORDS = 10.5;
+export const MIN_CELL_OF_TOKENS = 10.5;
 // A label above a column is drawn upright if it is a single Chinese or Japanese character or a pictogram.
 const UPRIGHT =
   /^[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Extended_Pictographic}\u3000-\u303f\uff00-\uffef]\ufe0f?$/u;
 const face = (pen, on, colour) => {
-  pen.font = `${on ? 650 : 420} 11px ${css('sans')}`;
-  pen.fillStyle = css(colour);
+  pen.font = `${on ? 650 : 420} 11px ${cssVariable('sans')}`;
+  pen.fillStyle = cssVariable(colour);
 };
 
 // Truncate a label to a width in pixels.
@@ -22,7 +22,7 @@ function clip(pen, text, max) {
   return letters.join('') + '…';
 }
 
-export function rulers(pen, pane, /** @type {LayerDescription} */ layer, { query, key }, pointed) {
+export function drawRulers(pen, pane, /** @type {LayerDescription} */ layer, { query, key }, pointed) {
   pen.textBaseline = 'middle';
   pen.direction = 'ltr';
   if (pane.which !== 'b') left(pen, pane, layer, query, pointed);
@@ -33,22 +33,22 @@ function left(pen, pane, /** @type {LayerDescription} */ layer, side, pointed) {
   const at = i => pane.above + (i - state.y) * pane.y;
   const end = Math.min(layer.queries, state.y + pane.height / pane.y);
   pen.textAlign = 'right';
-  if (pane.y >= WORDS && side.text && !pane.phone) {
+  if (pane.y >= MIN_CELL_OF_TOKENS && side.text && !pane.phone) {
     for (let i = Math.ceil(state.y - 0.5); i + 0.5 < end; i++) {
       const kept = i === state.q;
       face(pen, kept || pointed?.[0] === i, kept ? 'mark' : pointed?.[0] === i ? 'ink' : 'soft');
-      pen.fillText(clip(pen, label(side, i), 82), pane.left - 8, at(i + 0.5));
+      pen.fillText(clip(pen, labelOfToken(side, i), 82), pane.left - 8, at(i + 0.5));
     }
     return;
   }
-  const step = roundedUp(Math.max(1, 34 / pane.y));
+  const step = roundUp(Math.max(1, 34 / pane.y));
   const half = pane.y > 4 ? 0.5 : 0; // a wide cell is labelled in its middle
   for (let i = Math.ceil(state.y / step) * step; i + half <= end; i += step) {
-    pen.fillStyle = css('line2');
+    pen.fillStyle = cssVariable('line2');
     pen.fillRect(pane.left - 7, at(i + half) - 0.5, 6, 1);
     face(pen, false, 'soft');
     pen.fillText(
-      count(i),
+      formatCount(i),
       pane.left - 10,
       Math.min(pane.above + pane.height - 5, Math.max(pane.above + 5, at(i + half))),
     );
@@ -59,9 +59,9 @@ function above(pen, pane, /** @type {LayerDescription} */ layer, side, pointed) 
   const at = j => pane.left + (j - state.x) * pane.x;
   const end = Math.min(layer.keys, state.x + pane.width / pane.x);
   const room = pane.top - (pane.two ? 38 : 14);
-  if (pane.x >= WORDS && side.text && !pane.phone) {
+  if (pane.x >= MIN_CELL_OF_TOKENS && side.text && !pane.phone) {
     for (let j = Math.ceil(state.x - 0.5); j + 0.5 < end; j++) {
-      const words = label(side, j);
+      const words = labelOfToken(side, j);
       const level = UPRIGHT.test(words);
       const on = pointed?.[1] === j;
       face(pen, on, on ? 'ink' : 'soft');
@@ -74,28 +74,29 @@ function above(pen, pane, /** @type {LayerDescription} */ layer, side, pointed) 
     }
     return;
   }
-  const step = roundedUp(Math.max(1, (pane.phone ? 62 : 76) / pane.x));
+  const step = roundUp(Math.max(1, (pane.phone ? 62 : 76) / pane.x));
   const half = pane.x > 4 ? 0.5 : 0;
   for (let j = Math.ceil(state.x / step) * step; j + half <= end; j += step) {
     const x = at(j + half);
-    pen.fillStyle = css('line2');
+    pen.fillStyle = cssVariable('line2');
     pen.fillRect(x - 0.5, pane.above - 7, 1, 6);
     face(pen, false, 'soft');
     pen.textAlign = x > pane.left + pane.width - 16 ? 'right' : x < pane.left + 12 ? 'left' : 'center';
-    pen.fillText(count(j), x, pane.above - 15);
+    pen.fillText(formatCount(j), x, pane.above - 15);
   }
 }
 
-// The names of the axes; where tokens label an axis, and on a phone, both ranges in view in a line below the map and its
-// strips; `strips` is the height of the strips in pixels.
-export function captions(pen, pane, /** @type {LayerDescription} */ layer, sides, strips) {
+// The names of the axes; where tokens label an axis, and on a phone, both ranges in view in a line below the map and
+// its strips; `strips` is the height of the strips in pixels.
+export function drawCaptions(pen, pane, /** @type {LayerDescription} */ layer, sides, strips) {
   const worded = {
-    x: pane.x >= WORDS && sides.key.text && !pane.phone,
-    y: pane.y >= WORDS && sides.query.text && !pane.phone,
+    x: pane.x >= MIN_CELL_OF_TOKENS && sides.key.text && !pane.phone,
+    y: pane.y >= MIN_CELL_OF_TOKENS && sides.query.text && !pane.phone,
   };
   face(pen, false, 'faint');
   if (pane.which === 'b') return;
-  const to = (from, size, n) => `${count(Math.ceil(from))}–${count(Math.min(n, Math.floor(from + size)) - 1)}`;
+  const to = (from, size, n) =>
+    `${formatCount(Math.ceil(from))}–${formatCount(Math.min(n, Math.floor(from + size)) - 1)}`;
   if (worded.x || worded.y || pane.phone) {
     pen.textAlign = 'left';
     pen.fillText(

@@ -1,21 +1,21 @@
-// "Share this view": one file with the heads in view, their maps and the place, made by the server. Its size is shown before
-// the browser saves it; a large one can be made smaller.
+// "Share this view": one file with the heads in view, their maps and the place, made by the server. Its size is shown
+// before the browser saves it; a large one can be made smaller.
 import { $, el, translate } from '../shared/dom.js';
 import { frame } from '../shared/host.js';
-import { sampleAt } from './api.js';
+import { pathOfSample } from './api.js';
 import { place, request } from './host.js';
-import { saveNow, state } from './permalink.js';
+import { saveAddressNow, state } from './permalink.js';
 
 const SMALL = 2e6; // bytes
 
 // What the file shall hold, as the server reads it: the heads, and the place in view, which it opens with.
 function wanted(most) {
-  saveNow();
+  saveAddressNow();
   const given = new URLSearchParams({ a: `${state.a.l}.${state.a.h}`, place: place.read() });
   if (state.compare) given.set('b', `${state.b.l}.${state.b.h}`);
   if (state.compare && state.b.r !== state.run) given.set('run', state.b.r);
   if (most) given.set('most', most);
-  return `${sampleAt(state.run, state.sample)}/share?${given}`;
+  return `${pathOfSample(state.run, state.sample)}/share?${given}`;
 }
 
 const show = (...parts) => {
@@ -57,7 +57,7 @@ async function share(most) {
   }
 }
 
-export function sharing() {
+export function listenToShare() {
   $('share').onclick = () => share(0);
   const { note } = frame.dataset; // this page is such a file
   if (note) show(note);

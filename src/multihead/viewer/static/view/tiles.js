@@ -1,27 +1,27 @@
 // Load the tiles of the maps: those in view are requested, nearest to the middle first; other requests are cancelled.
-import { floats, headAt, Later } from './api.js';
+import { NotReadyError, pathOfHead, requestFloats } from './api.js';
 import { KeptArrays } from './kept.js';
 
-export const SIDE = 256; // cells per side; a cell of level k is the mean of 2^k x 2^k weights
+export const TILE_SIDE = 256; // cells per side; a cell of level k is the mean of 2^k x 2^k weights
 const AT_ONCE = 4;
-export const arrived = { count: 0, trouble: '', notify: () => {} };
+export const tilesArrived = { count: 0, trouble: '', notify: () => {} };
 const refused = new Map();
 const tiles = new KeptArrays(
   96 << 20,
   one => one.values.byteLength,
   () => {
-    arrived.count++;
-    arrived.trouble = '';
-    arrived.notify();
+    tilesArrived.count++;
+    tilesArrived.trouble = '';
+    tilesArrived.notify();
   },
 );
 let wanted = [];
 
 const nameOf = t => `${t.run} ${t.sample} ${t.l} ${t.h} ${t.level} ${t.i} ${t.j} ${t.masked}`;
-export const tile = t => tiles.get(nameOf(t));
+export const loadedTile = t => tiles.get(nameOf(t));
 
 // Request the tiles that the view needs now, the most urgent first; requests for other tiles are aborted.
-export function want(list) {
+export function wantTiles(list) {
   wanted = list;
   tiles.abortOthers(new Set(list.map(nameOf)));
   pump();
@@ -37,27 +37,28 @@ function pump() {
 }
 
 async function fetchTile(t, name) {
-  const address = `${headAt(t.run, t.sample, t.l, t.h)}/tile?level=${t.level}&row=${t.i}&column=${t.j}&sink=${t.masked ? 0 : 1}`;
+  const place = `level=${t.level}&row=${t.i}&column=${t.j}&sink=${t.masked ? 0 : 1}`;
+  const address = `${pathOfHead(t.run, t.sample, t.l, t.h)}/tile?${place}`;
   await tiles
     .request(name, async signal => {
       const {
         shape: [rows, cols],
         values,
-      } = await floats(address, signal);
+      } = await requestFloats(address, signal);
       return { rows, cols, values };
     })
     .catch(error => {
-      refused.set(name, performance.now() + (error instanceof Later ? 1000 : 4000));
-      if (error instanceof Later) setTimeout(pump, 1050);
+      refused.set(name, performance.now() + (error instanceof NotReadyError ? 1000 : 4000));
+      if (error instanceof NotReadyError) setTimeout(pump, 1050);
       else {
-        arrived.trouble = error.message;
-        arrived.notify();
+        tilesArrived.trouble = error.message;
+        tilesArrived.notify();
       }
     });
   pump();
 }
 
-export function forget() {
+export function retryTiles() {
   refused.clear();
   pump();
 }

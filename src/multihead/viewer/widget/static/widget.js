@@ -98,8 +98,8 @@ function theme(el, page) {
 // Keys act on the page and not on the notebook, except for those with Ctrl or Cmd, such as saving.
 const isCommand = event => event.ctrlKey || event.metaKey;
 
-// Whether a page shows what was selected elsewhere; a part that was left open is never equal. The number of queries in view
-// follows from the height of a map.
+// Whether a page shows what was selected elsewhere; a part that was left open is never equal. The number of queries in
+// view follows from the height of a map.
 const shows = (now, { layer, head, queries, keys, query }) =>
   now.layer === layer &&
   now.head === head &&
@@ -134,7 +134,8 @@ class View {
     this.notice = document.createElement('p');
     const style = document.createElement('style');
     style.textContent = css;
-    this.page.append(...new DOMParser().parseFromString(html, 'text/html').body.childNodes); // it has no text of a record
+    // It has no text of a record.
+    this.page.append(...new DOMParser().parseFromString(html, 'text/html').body.childNodes);
     Object.assign(this.page, { lang, className: 'page' });
     this.page.setAttribute('role', 'region');
     Object.assign(this.notice, { className: 'gone', hidden: true });
@@ -186,26 +187,26 @@ class View {
       frame: page,
       texts: this.texts,
       scheme: this.colours.scheme,
-      address: path => path,
+      addressOf: path => path,
       request: this.kernel.request,
       place: this.place(),
-      size: () => ({ width: box.clientWidth, height: box.clientHeight }),
-      resized: changed => this.sizes.push(changed),
-      before: (kind, act) => shadow.addEventListener(kind, act, true),
-      pressed: act =>
+      windowSize: () => ({ width: box.clientWidth, height: box.clientHeight }),
+      onResize: changed => this.sizes.push(changed),
+      beforeEvent: (kind, act) => shadow.addEventListener(kind, act, true),
+      onKeyDown: act =>
         shadow.addEventListener('keydown', event => {
           act(event);
           if (!isCommand(event)) event.stopPropagation();
         }),
-      printed: () => {}, // a notebook prints the picture and the table that follow the widget
-      isOutside: () => false,
-      zooms: event => isCommand(event) || this.engaged, // else the wheel scrolls the notebook
-      showKind: map => page.classList.toggle('map', map),
-      entitle: title => page.setAttribute('aria-label', title),
-      toTop: () => {
+      onPrint: () => {}, // a notebook prints the picture and the table that follow the widget
+      isOutsidePage: () => false,
+      isWheelZoom: event => isCommand(event) || this.engaged, // else the wheel scrolls the notebook
+      showMapLayout: map => page.classList.toggle('map', map),
+      setTitle: title => page.setAttribute('aria-label', title),
+      scrollToTop: () => {
         box.scrollTop = 0;
       },
-      mark: saved => {
+      markSaved: saved => {
         page.dataset.saved = String(saved);
         if (saved) this.report();
       },
