@@ -21,7 +21,7 @@ import { tilesArrived } from './tiles.js';
 
 /** @import { Sample } from './record.js' */
 
-const MAX_CELLS = 1 << 20;
+const MAX_WEIGHTS_PER_DOWNLOAD = 1 << 20;
 /** @type {Scene} */
 let scene = null;
 let pointed = null;
@@ -238,8 +238,8 @@ function exportLinks() {
   const { a } = scene;
   const { queries: q, keys: k } = inView();
   const cells = (q[1] - q[0]) * (k[1] - k[0]);
-  if (cells > MAX_CELLS) {
-    $('export').textContent = translate('export too many', { n: formatCount(MAX_CELLS) });
+  if (cells > MAX_WEIGHTS_PER_DOWNLOAD) {
+    $('export').textContent = translate('export too many', { n: formatCount(MAX_WEIGHTS_PER_DOWNLOAD) });
     return;
   }
   $('export').replaceChildren(
