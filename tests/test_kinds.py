@@ -238,7 +238,8 @@ def test_percentages_have_a_decimal_below_ten() -> None:
 
 
 def test_the_built_in_kinds_are_those_that_the_pages_list() -> None:
-    places = ("previous", "next", "self", "first", "separator", "duplicate", "induction", "local", "broad")
+    places = ("previous", "next", "self", "first", "separator", "duplicate", "induction", "local")
+    places = (*places, "one_way", "neighbours", "broad")
     assert [kind.name for kind in KINDS if kind.texts == "given"] == list(places)
     assert {kind.name: kind.probe for kind in KINDS if kind.texts == "repeats" and kind.probe} == REPEAT_PROBES
     for page, lang in (("observing.md", "en"), ("observing.zh.md", "zh")):

@@ -142,7 +142,8 @@ def test_an_unknown_number_format_is_refused(number_format: str) -> None:
 @pytest.mark.parametrize("counted", ["", "previous", "offset 2", "offset -"])
 def test_an_unknown_rule_of_counting_is_refused(counted: str) -> None:
     assert refusal_of("mine", len, {"entropy"}, counted=counted) == (
-        f'The queries counted for mine are {counted!r}. Give "all", "repeated", or an offset such as "offset -2".'
+        f'The queries counted for mine are {counted!r}. Give "all", "repeated", "placed", or an offset '
+        'such as "offset -2".'
     )
 
 

@@ -164,7 +164,7 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
             return RunningSummary(num_heads, keeps_quantiles=keeps_quantiles)
 
         recorder = Recorder(record, inputs, layer_filter, keep, measuring, keeps_chance, new_summary)
-        pictures = PictureCalls(record.layers, options.processor, options.images)
+        pictures = PictureCalls(record.layers, options.processor, options.images, compares_texts=probes is not None)
         follows = options.names_pictures and keep != "summary"
         with listen(recorder), pictures.follow(root, lambda: inputs.is_recording) if follows else nullcontext():
             yield record

@@ -18,6 +18,7 @@ from multihead.models.pretrained import pretrained_models
 from multihead.observation.picture_units import PIXELS
 from multihead.observation.places import LayerPlaces, measure_places
 from multihead.record.layer import LayerRecord
+from multihead.record.picture_statistics import compare_in_picture
 from multihead.record.places import PlaceTable
 from multihead.record.sample import SampleRecord
 from multihead.record.texts import PictureTokens
@@ -74,11 +75,13 @@ class PictureCalls:
         layers: the recorded layers.
         processor: the processor of the model, or None.
         images: the pictures of all calls; None: those with which the processor is called.
+        compares_texts: whether statistics of positions in a text are kept in pictures too, because they were asked for.
     """
 
     layers: list[LayerRecord]
     processor: Any = None
     images: Any = None
+    compares_texts: bool = False
     _distinct: list[_PictureCall] = field(default_factory=list)  # calls that have different places
     _calls: list[tuple[_PictureCall, int]] = field(default_factory=list)  # all calls, and the index of the like one
     _open: list[_PictureCall] = field(default_factory=list)  # the calls that run, the outermost first
@@ -226,6 +229,7 @@ class PictureCalls:
             for sample, tokens in zip(samples, named[key], strict=False):
                 if sample.num_keys >= len(tokens.names):
                     sample.growing_key_text.pictures = tokens
+                    compare_in_picture(sample, compares_texts=self.compares_texts)
 
 
 def _tokens_of_samples(places: LayerPlaces, samples: list[SampleRecord]) -> list[PictureTokens]:

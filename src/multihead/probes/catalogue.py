@@ -268,8 +268,17 @@ REPEAT_PROBES = {
 }
 """Name of a statistic on repeated random tokens -> its probe, see `observation.textbook`."""
 
+PATCH_DISTANCE = Statistic(
+    "patch_distance", unit="patches", number_format=".1f", short_label="patch dist.", counted="placed"
+)
+NEIGHBOUR_MASS = Statistic("neighbour_mass", label="neighbours", number_format=SHARE_FORMAT, counted="placed")
+ONE_WAY_MASS = Statistic("one_way_mass", label="one way", number_format=SHARE_FORMAT, counted="placed")
+PICTURE_STATISTICS = (PATCH_DISTANCE, NEIGHBOUR_MASS, ONE_WAY_MASS)
+"""Statistics of layers whose keys have places in pictures, see `record/picture_statistics.py`."""
+
 _STATISTICS_BY_NAME: dict[str, Statistic] = {
     **PROBES,
+    **{each.name: each for each in PICTURE_STATISTICS},
     **{
         name: Statistic(name, label=f"{probe.label} on random repeats", number_format=SHARE_FORMAT)
         for name, probe in REPEAT_PROBES.items()

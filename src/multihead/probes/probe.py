@@ -28,7 +28,7 @@ PartValues: TypeAlias = Mapping[PartName, Tensor]
 SHARE_FORMAT = "share"
 MIN_SHARE_WITHOUT_DECIMAL = 0.0995  # 9.95 %, from which shares are written without a decimal
 _NUMBER_FORMAT_PATTERN = re.compile(r"share|\.[0-9]f|\.[1-9]g", re.ASCII)
-_COUNTED_PATTERN = re.compile(r"all|repeated|offset [+-][0-9]{1,9}", re.ASCII)
+_COUNTED_PATTERN = re.compile(r"all|repeated|placed|offset [+-][0-9]{1,9}", re.ASCII)
 _OFFSET_RULE = "offset "  # beginning of `Statistic.counted`
 _RESERVED_NAMES = ("layer", "head", "name", "kind", "of")  # columns of tables, and an option of `find`
 
@@ -45,7 +45,8 @@ class Statistic:
             decimals) or ".3g" (three significant digits, no exponent).
         short_label: label for narrow columns; by default the label.
         counted: which queries with visible keys count in a mean or another summary: "all"; "offset -2", queries with
-            a key at that offset in their text; "repeated", queries whose token occurred before.
+            a key at that offset in their text; "repeated", queries whose token occurred before; "placed", queries that
+            come from a place in a picture.
         axes: what there is per head: "queries" (a number per query), "keys" (a number per key) or "map". Only numbers
             per query have a mean, a column in a table, and a chance level.
 
@@ -81,7 +82,7 @@ class Statistic:
         if not _COUNTED_PATTERN.fullmatch(self.counted):
             raise ArgumentError(
                 f"The queries counted for {self.name} are {self.counted!r}.",
-                'Give "all", "repeated", or an offset such as "offset -2".',
+                'Give "all", "repeated", "placed", or an offset such as "offset -2".',
             )
         if self.axes not in get_args(PartAxes):
             raise ArgumentError(f"The axes of {self.name} are {self.axes!r}.", 'Give "queries", "keys" or "map".')

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multihead.kinds import KINDS, MIXED, Kind
-from multihead.probes.catalogue import NEAR_MASS, statistic
+from multihead.probes.catalogue import NEAR_MASS, PICTURE_STATISTICS, statistic
 from multihead.probes.probe import Statistic
 from multihead.record import summaries
 from multihead.record.chance import (
@@ -24,6 +24,7 @@ from multihead.record.chance import (
 )
 from multihead.record.earlier import add_later_statistics, has_bounds
 from multihead.record.notebook import CHANCE_SUFFIX
+from multihead.record.picture_statistics import chance_in_picture
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 from multihead.record.text_rows import MeasuredStatistic
@@ -252,4 +253,6 @@ def _statistics_and_chance(
     levels = chance_of_probes(
         one, [statistic(name, shown) for name in found], special=marks, known=known, progress=progress
     )
+    if found.keys() & {each.name for each in PICTURE_STATISTICS}:
+        levels |= chance_in_picture(one)
     return found, levels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,6 +88,7 @@ class SampleRecord:
     _per_key: dict[str, Tensor] = field(default_factory=dict)  # (heads, keys) each, over all calls
     _maps: dict[str, Tensor] = field(default_factory=dict)  # (heads, rows, columns) each
     _calls_of_maps: int = 0  # number of calls that the maps are of
+    _later: Callable[[SampleRecord], dict[str, Tensor]] | None = None  # see `measure_later`
 
     @property
     def num_heads(self) -> int:
@@ -174,7 +175,22 @@ class SampleRecord:
     @property
     def per_query(self) -> dict[str, Tensor]:
         """Statistics with one number per query: name -> (heads, queries)."""
+        if self._later is not None:
+            later, self._later = self._later, None
+            self._per_query |= {name: ChunkedRows(1, [values]) for name, values in later(self).items()}
         return {name: rows.all_rows() for name, rows in self._per_query.items()}
+
+    def measure_later(
+        self, measure: Callable[[SampleRecord], dict[str, Tensor]] | None, *, without: Set[str] = frozenset()
+    ) -> None:
+        """Add statistics that are measured when the statistics of the sample are first read.
+
+        Args:
+            measure: returns name -> (heads, queries); None adds nothing.
+            without: names of statistics that are left out.
+        """
+        self._later = measure
+        self._per_query = {name: rows for name, rows in self._per_query.items() if name not in without}
 
     @property
     def means(self) -> dict[str, Tensor]:
@@ -203,6 +219,8 @@ class SampleRecord:
         ids = None if self.cross_attention else self.text.ids
         rows = TextRows.of_text(positions, stop, ids)
         rows = replace(rows, positions=positions - first, num_keys=stop - first)
+        if self.growing_key_text.pictures is not None and (boxes := self.text.boxes) is not None:
+            rows = replace(rows, placed=boxes.picture[positions] >= 0)
         return MeasuredRows(rows, self.sees, self.per_query, own=self.own)
 
     def set_statistics(self, statistics: dict[str, Tensor]) -> None:

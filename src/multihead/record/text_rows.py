@@ -76,6 +76,7 @@ class TextRows:
         occurred: returns whether the token of each query occurs earlier in its text, (rows,) bool; None if unknown.
         keys_before: (rows,) int64 or 0, the number of keys of the text when its rows were counted before; a row that
             counts because of one of these keys does not count again.
+        placed: (rows,) bool, whether each query comes from a place in a picture; None without pictures.
     """
 
     ends: Tensor
@@ -84,6 +85,7 @@ class TextRows:
     places: Tensor | None = None
     occurred: Callable[[], Tensor] | None = None
     keys_before: Tensor | int = 0
+    placed: Tensor | None = None
     _counted_by_offset: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     @staticmethod
@@ -161,6 +163,8 @@ class TextRows:
         """Return which rows count in the summary of a statistic, see `Statistic.counted`: (heads, rows) bool."""
         if measured.counted == "repeated":
             return sees if self.occurred is None else sees & self.occurred().to(sees.device)
+        if measured.counted == "placed":
+            return sees if self.placed is None else sees & self.placed.to(sees.device)
         if measured.counted_offset is not None:
             return sees & self._count_by_key_at(measured.counted_offset).to(sees.device)
         return sees

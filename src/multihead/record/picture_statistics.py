@@ -1,0 +1,169 @@
+"""Statistics of heads on the tokens of pictures: distances in rows and columns, in place of distances in a text.
+
+They are computed from q and k when the statistics of a sample are read, because the places of tokens are known only
+after the model has run. A distance counts patches, between the centres of two tokens of one view of one picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from multihead.kernels.parts import part_named
+from multihead.probes.catalogue import NEIGHBOUR_MASS, ONE_WAY_MASS, PATCH_DISTANCE, PROBES, SELF_MASS
+from multihead.probes.context import ProbeContext
+from multihead.probes.lookups import weight_at_keys
+from multihead.probes.measured_call import MeasuredCall
+from multihead.record.sample import SampleRecord
+
+_CELLS_AT_ONCE = 1 << 22  # bounds the memory of weights
+_NO_VIEW = -1
+
+
+@dataclass(frozen=True, eq=False)
+class _PictureGrid:
+    """The cells of the keys of a sample.
+
+    Attributes:
+        view: (keys,) int64, number of the view of each key; -1 without a cell.
+        cell: (keys, 2) int64, row and column.
+        start: the key of the first query.
+    """
+
+    view: Tensor
+    cell: Tensor
+    start: int
+
+    def of_queries(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the steps from some queries to the keys, (rows, keys, 2) int64, and which are of the same view."""
+        queries = slice(rows.start + self.start, rows.stop + self.start)
+        steps = self.cell - self.cell[queries, None]
+        same = (self.view == self.view[queries, None]) & (self.view[queries, None] != _NO_VIEW)
+        return steps, same
+
+
+def compare_in_picture(sample: SampleRecord, *, compares_texts: bool) -> None:
+    """Give a sample whose tokens have places the statistics of a picture.
+
+    Args:
+        sample: the sample.
+        compares_texts: whether a sample without words keeps statistics that compare positions in a text.
+    """
+    boxes = sample.text.boxes
+    if boxes is None or not boxes.has_places or sample.split is not None:
+        return
+    of_text = {name for name, probe in PROBES.items() if any(part_named(each).uses_positions for each in probe.parts)}
+    is_text = compares_texts or sample.text.ids is not None
+    without = set() if is_text else of_text - {SELF_MASS.name}
+    sample.measure_later(measure_in_picture if sample.keeps_weights else None, without=without)
+
+
+def measure_in_picture(sample: SampleRecord) -> dict[str, Tensor]:
+    """Return the statistics of a sample with q and k: name -> (heads, queries); {} where its tokens form no grid."""
+    grid = _grid_of(sample)
+    if grid is None:
+        return {}
+    found, offsets = _measure(sample, grid, lambda rows: sample.weights(None, queries=rows), counts_offsets=True)
+    found[ONE_WAY_MASS.name] = _weights_at_offsets(sample, grid, offsets)
+    return {name: values.to(torch.float32) for name, values in found.items()}
+
+
+def chance_in_picture(sample: SampleRecord) -> dict[str, Tensor]:
+    """Return the statistics of a head that reads all visible keys alike: name -> (heads or 1, queries) float64."""
+    grid = _grid_of(sample)
+    if grid is None:
+        return {}
+
+    def even(rows: slice) -> Tensor:
+        visible = sample.visible(queries=rows).double()
+        visible = visible if visible.dim() == 3 else visible[None]
+        return visible / visible.sum(-1, keepdim=True).clamp(min=1)
+
+    found, _ = _measure(sample, grid, even, counts_offsets=False)
+    found[ONE_WAY_MASS.name] = torch.cat([even(rows).amax(-1) for rows in _strips(sample)], -1)
+    return found
+
+
+def _grid_of(sample: SampleRecord) -> _PictureGrid | None:
+    """Return the cells of the keys of a sample; None without cells, or where queries are no keys."""
+    boxes = sample.text.boxes
+    if boxes is None or sample.cross_attention or not bool((boxes.cell[:, 0] >= 0).any()):
+        return None
+    view = torch.stack([boxes.picture, boxes.view], 1).unique(dim=0, return_inverse=True)[1]
+    view = view.masked_fill(boxes.cell[:, 0] < 0, _NO_VIEW)
+    return _PictureGrid(view, boxes.cell[:, :2], sample.query_start)
+
+
+def _measure(
+    sample: SampleRecord, grid: _PictureGrid, weights_of: Callable[[slice], Tensor], *, counts_offsets: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Measure distances and neighbours, and find each head's commonest step.
+
+    Args:
+        sample: the sample.
+        grid: the cells of its keys.
+        weights_of: returns the weights of some queries, (heads, rows, keys).
+        counts_offsets: whether the steps are counted; else they are 0.
+
+    Returns:
+        name -> (heads, queries) float64; and rows and columns of the steps, (heads, 2) int64.
+    """
+    distances, neighbours = [], []
+    reach = grid.cell.amax(0).clamp(min=0) + 1
+    width = 2 * int(reach[1]) + 1
+    counts: Tensor | None = None
+    for rows in _strips(sample):
+        weights = weights_of(rows).double()
+        steps, same = grid.of_queries(rows)
+        of_view = weights * same
+        total = of_view.sum(-1)
+        length = steps.double().square().sum(-1).sqrt()
+        distances.append((of_view * length).sum(-1) / torch.where(total > 0, total, 1.0))
+        neighbours.append((of_view * (steps.abs().amax(-1) <= 1)).sum(-1))
+        if counts_offsets:
+            index = ((steps[..., 0] + reach[0]) * width + steps[..., 1] + reach[1]).clamp(min=0)
+            counts = weights.new_zeros(len(weights), (2 * int(reach[0]) + 1) * width) if counts is None else counts
+            counts.index_add_(1, index.masked_fill(~same, 0).flatten(), of_view.flatten(1))
+    offsets = torch.zeros(sample.num_heads, 2, dtype=torch.int64)
+    if counts is not None:
+        counts[:, int(reach[0]) * width + int(reach[1])] = 0  # a head that reads itself has a kind of its own
+        best = counts.argmax(1)
+        offsets = torch.stack([best // width - reach[0], best % width - reach[1]], 1)
+    return {
+        PATCH_DISTANCE.name: torch.cat(distances, -1),
+        NEIGHBOUR_MASS.name: torch.cat(neighbours, -1),
+    }, offsets
+
+
+def _weights_at_offsets(sample: SampleRecord, grid: _PictureGrid, offsets: Tensor) -> Tensor:
+    """Return the weight of each query on the key at its head's step, (heads, 2): (heads, queries) float64."""
+    found = torch.zeros(sample.num_heads, sample.num_queries, dtype=torch.float64)
+    cells = zip(grid.view.tolist(), grid.cell.tolist(), strict=True)
+    place = {(view, *cell): key for key, (view, cell) in enumerate(cells)}
+    queries = range(grid.start, grid.start + sample.num_queries)
+    for offset in offsets.unique(dim=0).tolist():
+        keys = torch.full((sample.num_queries,), -1)
+        for row, query in enumerate(queries):
+            view, (first, second) = int(grid.view[query]), grid.cell[query].tolist()
+            if view != _NO_VIEW:
+                keys[row] = place.get((view, first + offset[0], second + offset[1]), -1)
+        heads = (offsets == torch.tensor(offset)).all(1)
+        for segment in sample.segments:
+            rows = slice(segment.row_start, segment.row_stop)
+            call = MeasuredCall.from_request(*sample.request_of(segment), ProbeContext())
+            own = keys[rows] - segment.key_start
+            own = own.masked_fill((own < 0) | (own >= segment.key_stop - segment.key_start), -1)
+            with torch.no_grad():
+                weights = weight_at_keys(call, own[None].to(segment.request.shape.device))[0].double().cpu()
+            found[heads, rows] = weights.masked_fill(own < 0, 0)[heads]
+    return found
+
+
+def _strips(sample: SampleRecord) -> Iterator[slice]:
+    """Yield slices of the queries."""
+    step = max(_CELLS_AT_ONCE // max(sample.num_keys * sample.num_heads, 1), 1)
+    for start in range(0, sample.num_queries, step):
+        yield slice(start, min(start + step, sample.num_queries))

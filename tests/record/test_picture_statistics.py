@@ -1,0 +1,96 @@
+"""Heads of image models have distances in rows and columns, and the kinds that follow from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+import multihead as mh
+from tests.picture_families import LANGUAGE_MODELS, random_pictures
+
+SIDE = 6
+TOKENS = SIDE * SIDE + 1
+
+
+def planted() -> nn.Module:
+    """A ViT whose heads read the left neighbour, the patch above, the 3 x 3 around, and always r2 c5."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 4 * TOKENS, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8}
+    model = hf.ViTModel(hf.ViTConfig(**sizes, image_size=4 * SIDE, patch_size=4)).eval()
+    layer = model.layers[0].attention
+    with torch.no_grad():
+        model.embeddings.position_embeddings.zero_()
+        model.embeddings.position_embeddings[0, :, :TOKENS] = 50 * torch.eye(TOKENS)
+        for head in range(4):
+            targets = torch.zeros(TOKENS, TOKENS)
+            for patch in range(SIDE * SIDE):
+                row, column = divmod(patch, SIDE)
+                around = [(row + r, column + c) for r in (-1, 0, 1) for c in (-1, 0, 1)]
+                wanted = ([(row, column - 1)], [(row - 1, column)], around, [(1, 4)])[head]
+                inside = [r * SIDE + c + 1 for r, c in wanted if 0 <= r < SIDE and 0 <= c < SIDE]
+                targets[inside or [0], patch + 1] = 1
+            rows = slice(head * TOKENS, (head + 1) * TOKENS)
+            layer.q_proj.weight[rows].mul_(1e-3)[:, :TOKENS] += targets
+            layer.k_proj.weight[rows].mul_(1e-3)[:, :TOKENS] += torch.eye(TOKENS)
+    return model
+
+
+def seen_by(model: nn.Module) -> mh.Record:
+    with torch.no_grad(), mh.observe(model) as seen:
+        model(pixel_values=torch.randn(2, 3, 4 * SIDE, 4 * SIDE, generator=torch.Generator().manual_seed(0)))
+    return seen
+
+
+def distances() -> Tensor:
+    """The distance between the centres of all patches, (patches, patches)."""
+    cells = torch.stack(torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij"), -1).view(-1, 2).double()
+    return torch.cdist(cells, cells)
+
+
+def test_planted_heads_have_the_kinds_of_a_picture(tmp_path: Path) -> None:
+    seen = seen_by(planted())
+    seen.save(tmp_path / "planted.safetensors")
+    for record in (seen, mh.Record.load(tmp_path / "planted.safetensors")):
+        (layer,) = record.layers
+        assert layer.kinds == (("one_way",), ("one_way",), ("neighbours",), ("mixed",))
+        means = layer.means()
+        assert not means.keys() & {"mean_distance", "distance_spread", "previous_mass", "next_mass", "near_mass"}
+        inner = [SIDE * row + column + 1 for row in range(1, SIDE) for column in range(1, SIDE)]
+        assert torch.allclose(layer.sample().statistics["patch_distance"][:2, inner], torch.ones(1), atol=0.02)
+        assert means["one_way_mass"][:2].tolist() == pytest.approx([5 / 6, 5 / 6], abs=0.02)
+        assert float(means["neighbour_mass"][2]) > 0.95
+        assert float(means["patch_distance"][3]) == pytest.approx(float(distances()[10].mean()), abs=0.02)
+    strongest = seen.image_received(0, 3).flatten().argmax()
+    assert divmod(int(strongest), SIDE) == (1, 4)
+
+
+def test_the_statistics_are_those_of_the_dense_map_and_chance_that_of_an_even_spread() -> None:
+    model = planted()
+    nn.init.normal_(model.layers[0].attention.q_proj.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    seen = seen_by(model)
+    weights = seen.layers[0].weights(2, sample=1).double()[1:, 1:]
+    expected = ((weights * distances()).sum(1) / weights.sum(1)).mean()
+    row = seen.table().rows[2]
+    found = seen.layers[0].sample(1).means
+    assert float(found["patch_distance"][2]) == pytest.approx(float(expected), abs=1e-5)
+    near = distances() < 1.5
+    assert float(found["neighbour_mass"][2]) == pytest.approx(float((weights * near).sum(1).mean()), abs=1e-5)
+    assert row["patch_distance_chance"] == pytest.approx(float(distances().mean()))
+    assert row["neighbour_mass_chance"] == pytest.approx(float(near.sum(1).double().mean() / TOKENS))
+    assert row["one_way_mass_chance"] == pytest.approx(1 / TOKENS)
+
+
+def test_the_words_of_a_prompt_remain_a_text() -> None:
+    torch.manual_seed(0)
+    one = LANGUAGE_MODELS["LLaVA, two pictures"]()
+    images = random_pictures(one.sizes)
+    with torch.no_grad(), mh.observe(one.model, processor=one.processor) as seen:
+        one.model(**one.process(images))
+    tower, words = seen.layers[0].means(), seen.layers[-1].means()
+    assert "previous_mass" not in tower
+    assert words.keys() >= {"previous_mass", "mean_distance", "patch_distance", "neighbour_mass"}
+    assert len(seen.table().rows) == 20
