@@ -165,6 +165,8 @@ def observed_layer_calls() -> dict[str, tuple[Callable[..., Callable[[], object]
     return {
         "a layer observed, 1 sample": (observed, 1, None),
         "a layer observed, 8 samples": (observed, 8, None),
+        "a layer observed, padded on the left": (observed, 2, "left"),
+        "a layer observed, padded": (observed, 2, "right"),
     }
 
 

@@ -33,6 +33,7 @@ import multihead
 from multihead.kernels import choose, flex, fused_on_cuda, ragged
 from multihead.kernels.plan import bounds
 from multihead.kernels.triton import launch
+from multihead.observation import host_copies
 from multihead.tensors import tracing
 from tests.simulated_gpu import operators, statistics_kernels
 
@@ -153,6 +154,8 @@ class Gpu:
         return to_gpu(found)
 
     def _count(self, name: str, args: tuple[Any, ...], leaves: list[Any], *, to_host: bool) -> None:
+        if name == "copy_" and builtins.type(args[0]) is not OnGpu and args[2:] == (True,):
+            return  # a copy to pinned memory, which nobody waits for
         if to_host or name in READS or (name == "copy_" and builtins.type(args[0]) is not OnGpu):
             self.read("to the CPU" if to_host else name)
         elif name not in NO_LAUNCH:
@@ -207,6 +210,9 @@ class _Event:
 
     def record(self, *_: Any) -> None:
         self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        _gpu().read("event")
 
     def elapsed_time(self, end: _Event) -> float:
         return max((end.at - self.at) * 1e3, 1e-6)
@@ -284,6 +290,8 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
     yield mock.patch.object(launch, "is_triton_missing", return_value=False)
     yield mock.patch.object(launch, "_kernels", return_value=_KERNELS_OF_TRITON)
     yield mock.patch.object(launch, "_failures", [])
+    yield mock.patch.object(host_copies, "pinned_bytes", lambda size: torch.empty(size, dtype=torch.uint8))
+    yield mock.patch.object(host_copies, "_address", lambda tensor: to_cpu(tensor).untyped_storage().data_ptr())
     plans = bounds.PlanCache(bounds.CACHE_BYTES)
     yield mock.patch.object(choose, "PLAN_CACHE", bounds.PlanCache(bounds.CACHE_BYTES))
     for module in (choose, bounds):

@@ -42,6 +42,18 @@ def test_no_second_call_of_attention_waits_for_a_value(found: dict[str, dict[str
     assert [name for name, counts in found.items() if counts["reads"] and name not in waiting] == []
 
 
+def test_an_observed_layer_takes_two_launches_more_and_waits_for_nothing(found: dict[str, dict[str, int]]) -> None:
+    for name, plain in (
+        ("1 sample", "a layer used"),
+        ("8 samples", "a layer used"),
+        ("padded", "a layer used, padded"),
+        ("padded on the left", "a layer used, padded on the left"),
+    ):
+        observed = found[f"kernels: a layer observed, {name}"]
+        assert observed["launches"] <= found[plain]["launches"] + 2, name
+        assert (observed["reads"], observed["copies"]) == (0, 0), name
+
+
 def test_with_the_kernels_no_statistics_wait_for_a_value(found: dict[str, dict[str, int]]) -> None:
     of_kernels = {name: counts for name, counts in found.items() if name.startswith("kernels: statistics")}
     assert [counts["reads"] for counts in of_kernels.values()] == [0, 0, 0]

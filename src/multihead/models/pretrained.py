@@ -224,7 +224,8 @@ class InputTracker:
         if tokens is None or tokens.shape[0] != shape.batch or tokens.shape[1] < shape.query_length:
             return None
         stop = min(key_offset + int(request.query_start) + shape.query_length, tokens.shape[1])
-        return tokens[:, :stop].to(shape.device)
+        # All layers of a pass get the same tensor, so that nobody compares its values to find that out.
+        return (tokens if stop == tokens.shape[1] else tokens[:, :stop]).to(shape.device)
 
     def are_texts_known(self, name: str, request: AttentionRequest) -> bool:
         """Whether it is known which queries of a layer belong to which text.

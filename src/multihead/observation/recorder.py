@@ -37,6 +37,7 @@ from multihead.models.coverage import whole_model_advice
 from multihead.models.generation import UNKNOWN_ID, GeneratedPass, GeneratedText
 from multihead.models.pretrained import KNOWN_TEXTS, WHOLE_MASK, InputTracker
 from multihead.observation.held import HeldPart, RecordedCall, add_to_summary, sample_of_parts, split_span
+from multihead.observation.host_copies import HostCopies
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import LayerNamer
 from multihead.observation.measuring import StatisticsMeasurer
@@ -57,6 +58,7 @@ from multihead.record.batch import (
     KeptRows,
     RecordedBatch,
     SampleSpans,
+    has_arrived,
     hide_padding_queries,
     new_samples,
     restore_dropped_keys,
@@ -159,6 +161,7 @@ class Recorder:
     # the sequences in a cache, or of a pass -> name of a layer -> its newest call on them
     _previous_calls: WeakKeyDictionary[CachedSequence, dict[str, _LayerCall]] = field(default_factory=WeakKeyDictionary)
     _namer: LayerNamer = field(init=False)
+    _copies: HostCopies = field(default_factory=HostCopies)
     _newest_sample_spans: SampleSpans | None = None  # the samples of the previous call in this pass
     _chance_levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
     _gathered_ids: tuple[Tensor, Tensor] | None = None  # the ids of this rank and of all ranks of a split sequence
@@ -370,11 +373,12 @@ class Recorder:
             return False
         request, logsumexp = call.request, call.result.logsumexp.detach()
         device = self._device_of_record(request)
-        if request.shape.device.type != "cpu":
-            parts = {part: value.cpu() for part, value in parts.items()}
+        parts, logsumexp, arrive = self._copy_measured(parts, logsumexp, device)
         shared = device == sample_spans.request.shape.device and request.sinks is None and request.bias is None
         bare = sample_spans.request if shared else self._request_without_tensors(request, device)
-        batch = RecordedBatch(new_sample, sample_spans, bare, logsumexp.to(device), parts, ids, probes, windows=windows)
+        batch = RecordedBatch(
+            new_sample, sample_spans, bare, logsumexp, parts, ids, probes, windows=windows, arrive=arrive
+        )
         if self.record.statistics:  # a user-defined function may raise an error, so it runs now
             batch.statistics  # noqa: B018
         if self._keeps_qk:
@@ -387,6 +391,17 @@ class Recorder:
         state.samples = lambda: batch.samples
         self.record.add_batch(layer, batch)
         return True
+
+    def _copy_measured(
+        self, parts: PartValues, logsumexp: Tensor, device: torch.device
+    ) -> tuple[PartValues, Tensor, Callable[[], None]]:
+        """Return parts on the CPU and a logsumexp on a device, and what waits until a GPU has copied them."""
+        if logsumexp.device.type != "cuda":
+            on_cpu = parts if logsumexp.device.type == "cpu" else {part: value.cpu() for part, value in parts.items()}
+            return on_cpu, logsumexp.to(device), has_arrived
+        stays = device == logsumexp.device
+        copied, arrive = self._copies.copy([*parts.values(), *(() if stays else (logsumexp,))])
+        return dict(zip(parts, copied, strict=False)), logsumexp if stays else copied[-1], arrive
 
     def _add_queries_of_rank(self, call: AttentionCall, sequence: SequenceSplit, layer: LayerRecord) -> None:
         """Add the queries of this rank for a sequence that is split over ranks; each call creates new samples."""
@@ -500,7 +515,8 @@ class Recorder:
         elif keys is not None:
             padding = keys.padding
             before = self.inputs.tokens_until_query(self.measurer.module_name(request), request, keys.offset)
-            real = None if before is None else before[:, before.shape[1] - request.shape.query_length :]
+            unseen = 0 if before is None else before.shape[1] - request.shape.query_length
+            real = before[:, unseen:] if before is not None and unseen else before
         return self._shared_spans(request, real, padding, one_text=cross_attention)
 
     def _shared_spans(

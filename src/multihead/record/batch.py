@@ -23,6 +23,7 @@ copies in the heap. Heap copies fill the gaps that the model's own tensors leave
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -43,6 +44,7 @@ from multihead.masks.positions import SampleSpan
 from multihead.masks.texts import RowTexts
 from multihead.probes.probe import PartValues, Probe, Statistic
 from multihead.probes.statistics import statistic_from_parts
+from multihead.probes.tile import has_large_logsumexp
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import ChunkedRows, Segment, copy_contiguous
 from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, TextRows
@@ -383,6 +385,10 @@ class SampleSpans:
         )
 
 
+def has_arrived() -> None:
+    """Wait for nothing: the tensors of a call have been computed."""
+
+
 @dataclass(eq=False)
 class RecordedBatch:
     """The first call of a batch of samples, from which the samples are sliced when one of them is read.
@@ -402,6 +408,7 @@ class RecordedBatch:
         q: queries in `sample_spans.query_rows`; None if only statistics are kept.
         k: keys in `sample_spans.key_rows`; None if only statistics are kept.
         windows: how many consecutive rows of the batch are windows of one sample.
+        arrive: waits until `logsumexp` and `parts` have arrived from a GPU.
     """
 
     new_sample: Callable[[], SampleRecord]
@@ -414,6 +421,7 @@ class RecordedBatch:
     q: KeptRows | None = None
     k: KeptRows | None = None
     windows: int = 1
+    arrive: Callable[[], None] = has_arrived
     _statistics: dict[str, Tensor] | None = None  # None until computed
     _samples: list[SampleRecord] | None = None  # None until sliced out of the call
 
@@ -421,6 +429,7 @@ class RecordedBatch:
     def statistics(self) -> dict[str, Tensor]:
         """Statistics of the whole batch: name -> (batch, heads, queries), on the CPU."""
         with SLICING_LOCK:
+            self.wait()
             if self._statistics is None:
                 logsumexp = self.logsumexp.cpu()
                 parts = number_in_text(self.parts, self.sample_spans.key_starts_in_text(self.windows), logsumexp)
@@ -435,8 +444,28 @@ class RecordedBatch:
                 self.probes = tuple(probe.without_function() for probe in self.probes)
             return self._statistics
 
+    def wait(self) -> None:
+        """Wait until what was measured on a GPU has arrived."""
+        if self.arrive is has_arrived:
+            return
+        self.arrive()
+        self.arrive = has_arrived
+        if has_large_logsumexp(self.logsumexp.cpu()):
+            warnings.warn(
+                "Scores of an observed call are so large that a GPU, which measures in float32, rounds their weights. "
+                "Call multihead.statistics with the q and k of the call on the CPU, in float64.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, without what another process cannot wait for."""
+        self.wait()
+        return self.__dict__
+
     def measured(self) -> MeasuredRows:
         """Return the statistics as rows of texts, each span a text of its own."""
+        self.wait()
         rows = self.sample_spans.rows_with_ids(self.ids)
         sees = rows.select(self.logsumexp.cpu()) != -torch.inf
         values = {name: rows.select(value) for name, value in self.statistics.items()}
@@ -470,6 +499,7 @@ class RecordedBatch:
             sample_spans.requests = [slice_request(self.request, span) for span in sample_spans.spans]
 
     def _slice_samples(self) -> list[SampleRecord]:
+        self.wait()
         sample_spans, rows = self.sample_spans, self.sample_spans.query_rows
         self.slice_requests()
         logsumexp = rows.select_rows(self.logsumexp[..., None])

@@ -6,11 +6,12 @@ computed once per mask; a mask that is no interval is made dense in blocks of qu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -47,7 +48,10 @@ from multihead.kernels.triton.launch import (
 )
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import RelativeBias, slice_bias, values_of
+from multihead.tensors.tracing import is_captured
 
+# Key bounds of a mask that is no interval -> number of keys, which bounds leave open, and all of its queries.
+_DENSE_BLOCKS: WeakKeyDictionary[KeyBounds, tuple[int, QueryBlock]] = WeakKeyDictionary()
 PoolOperation: TypeAlias = Literal["mean", "max"]
 LOG2_E = 1.4426950408889634
 _NO_STRIDES: tuple[int, ...] = (0, 0, 0, 0)
@@ -219,7 +223,7 @@ def measure_in_one_pass(
         first_keys = (first_key_of_texts if per_text else first_key_of_samples)(request, bounds)
     flags = _flags_of_sets([key_sets[name] for name in rows.sets])
     inputs = _with_readable_rows(request)
-    for block in iterate_query_blocks(inputs, bounds):
+    for block in _blocks_of_queries(inputs, bounds):
         arguments, constants = _arguments_of_block(inputs, block, logsumexp)
         queries = int(arguments["num_queries"])
         reads_cells = bool(constants["has_bias"] or constants["has_shown"])
@@ -291,7 +295,7 @@ def sum_weights_per_key(
     inputs = _with_readable_rows(request)
     sums: Tensor | None = None
     maps: list[Tensor] = []
-    for block in iterate_query_blocks(inputs, bounds, step=1 if cell is None else cell[0]):
+    for block in _blocks_of_queries(inputs, bounds, step=1 if cell is None else cell[0]):
         arguments, constants = _arguments_of_block(inputs, block, logsumexp)
         queries = int(arguments["num_queries"])
         reads_cells = bool(constants["has_bias"] or constants["has_shown"])
@@ -338,6 +342,20 @@ def _pool_tiles(pooled: Tensor, seen: Tensor, pool: PoolOperation) -> Tensor:
         largest = pooled[..., 0] if one else pooled.amax(-1)
         return largest.masked_fill(largest < 0, torch.nan)
     return pooled[..., 0] / seen[..., 0] if one else pooled.sum(-1) / seen.sum(-1)
+
+
+def _blocks_of_queries(request: AttentionRequest, bounds: KeyBounds, *, step: int = 1) -> Iterator[QueryBlock]:
+    """Yield blocks of queries, see `iterate_query_blocks`; one that has all queries is made once per bounds."""
+    shape = request.shape
+    known = _DENSE_BLOCKS.get(bounds)
+    if known is not None and known[0] == shape.key_length:
+        yield known[1]
+        return
+    for block in iterate_query_blocks(request, bounds, step=step):
+        is_whole = block.visible is not None and block.bounds.start.shape[1] == shape.query_length
+        if is_whole and not is_captured(shape.device):
+            _DENSE_BLOCKS[bounds] = shape.key_length, block
+        yield block
 
 
 def _with_readable_rows(request: AttentionRequest) -> AttentionRequest:
