@@ -219,7 +219,9 @@ def test_equal_shapes_with_another_text_are_measured_again(monkeypatch: pytest.M
     one, measured = family("PaliGemma"), []
     measure = picture_calls.measure_places
     monkeypatch.setattr(
-        picture_calls, "measure_places", lambda *given: measured.append(given[1]["input_ids"]) or measure(*given)
+        picture_calls,
+        "measure_places",
+        lambda *given, **options: measured.append(given[1]["input_ids"]) or measure(*given, **options),
     )
     images = [random_pictures(one.sizes, seed) for seed in (0, 1, 2)]
     with torch.no_grad(), mh.observe(one.model, processor=one.processor) as seen:

@@ -144,6 +144,15 @@ def test_a_key_of_overlapping_patches_has_no_place() -> None:
     assert table[0, 5] is None
 
 
+def test_observing_a_network_of_convolutions_takes_two_runs_more() -> None:
+    calls = []
+    (model := Overlapping()).patches.register_forward_hook(lambda *_: calls.append(0))
+    with torch.no_grad(), mh.observe(model) as seen:
+        model(pixel_values=torch.rand(1, 3, 16, 16))
+    assert len(calls) == 3
+    assert seen[0].sample().text.boxes is None
+
+
 def test_a_model_is_left_in_its_mode_and_random_numbers_in_their_state() -> None:
     model = vit(hidden_dropout_prob=0.5).train()
     model.layernorm.eval()

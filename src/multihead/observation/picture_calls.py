@@ -196,7 +196,14 @@ class PictureCalls:
             return {}  # rows of patches do not show where they are
         prefix = call.name and f"{call.name}."
         try:
-            found = measure_places(call.module, call.inputs, call.processor, call.images, call.random_state)
+            found = measure_places(
+                call.module,
+                call.inputs,
+                call.processor,
+                call.images,
+                call.random_state,
+                gives_up=self.processor is None,
+            )
         except Exception as error:  # noqa: BLE001 - without attention a model may raise any error, and the record stays
             reason = str(error) if isinstance(error, MultiheadError) else f"{type(error).__name__}: {error}"
             if self.processor is not None:

@@ -21,6 +21,7 @@ from multihead.errors import ArgumentError, ModelError
 from multihead.errors.given import check_module, is_batch, reject_given
 from multihead.observation.picture_units import PictureUnits, find_units
 from multihead.observation.unmixed import (
+    FIRST_CALL,
     LayerKeys,
     UnmixedModel,
     check_repeatable,
@@ -30,6 +31,7 @@ from multihead.observation.unmixed import (
 from multihead.record.places import NO_PICTURE, NO_PLACE, PlaceTable
 
 _CHECKS = 4
+_MOST_CHANGED = 0.9  # part of the keys of single patches that change with half of the patches, at most
 _KEYS_AT_ONCE = 512
 _OWN_TOKENS = {"cls": "CLS", "class": "CLS", "register": "REG", "distillation": "DIST", "detection": "DET"}
 _LEAST_COVERED = 0.75  # part of the rectangle around the patches of a key that these cover, but for padding
@@ -90,9 +92,25 @@ class LayerPlaces(NamedTuple):
 
 
 def measure_places(
-    model: nn.Module, inputs: Mapping[str, Any], processor: Any, images: Any, random_state: Tensor | None = None
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    processor: Any,
+    images: Any,
+    random_state: Tensor | None = None,
+    *,
+    gives_up: bool = False,
 ) -> dict[str, LayerPlaces]:
-    """Do what `places` does, with the state of torch's random numbers when the call began; None takes the current."""
+    """Do what `places` does.
+
+    Args:
+        model: the model.
+        inputs: the arguments of its call.
+        processor: the processor, or None.
+        images: the pictures, or None.
+        random_state: the state of torch's random numbers when the call began; None takes the current.
+        gives_up: whether two runs decide that the first keys depend on more than one patch each, as those of a
+            convolutional network do; then the result is {}.
+    """
     candidates = find_units(model, inputs, processor, images)
     if processor is None and candidates[0].pixels.dim() < 4:
         warnings.warn(
@@ -103,7 +121,10 @@ def measure_places(
     found: dict[str, LayerPlaces] = {}
     with without_attention(model, inputs, random_state) as runs:
         for units in candidates:  # one for each size that patches may have
-            found = _PlaceFinder(runs, units).find()
+            finder = _PlaceFinder(runs, units)
+            if gives_up and not finder.sees_patches():
+                continue
+            found = finder.find()
             if any(layer.table.has_places for layer in found.values()):
                 break
     return found
@@ -135,6 +156,17 @@ class _PlaceFinder:
     units: PictureUnits
     _seed: int = 0
     _base: dict[str, LayerKeys] = field(default_factory=dict)
+
+    def sees_patches(self) -> bool:
+        """Whether the keys of the first attention call do not all change with half of the patches."""
+        count = self.units.axes.shape[1]
+        half = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 1 / 2
+        before = self.runs.keys({}, FIRST_CALL)
+        after = self.runs.keys({self.units.name: self.units.change(half, 0)}, FIRST_CALL)
+        if unlike_layers(before, after):
+            return False
+        changed = torch.cat([(keys.difference(after[name]) > 0).flatten() for name, keys in before.items()])
+        return bool(changed.double().mean() < _MOST_CHANGED)
 
     def find(self) -> dict[str, LayerPlaces]:
         """Return the places of each layer by name."""

@@ -21,6 +21,9 @@ from multihead.observation.layer_names import LayerNamer, module_names
 from multihead.tensors.tracing import run_uncompiled
 from multihead.tensors.undo import Undo
 
+FIRST_CALL = ("", 0)
+"""In place of the name and number of calls of a layer: the run ends with the first attention call."""
+
 _NUMBERS_PER_KEY = 4
 _UNUSED_INPUTS = ("labels", "output_attentions", "output_hidden_states")
 
@@ -81,7 +84,7 @@ class _KeyReader:
         name, keys = self._namer.name_call(request, request.known_origin.layer), _read_keys(request)
         keys = self.found[name].join(keys) if self._namer.is_further_window and name in self.found else keys
         self.found[name], self.newest = keys, request.k
-        if (name, keys.calls) == self.last:
+        if self.last in ((name, keys.calls), FIRST_CALL):
             raise _LayerReachedError
         return torch.zeros_like(output), None
 
