@@ -157,14 +157,14 @@ def test_a_decoder_with_an_encoder_reads_one_text_per_returned_sequence(way: str
     )
     model = model.double().eval()
     source, mask = prompts()["input_ids"][:, :7], torch.ones(2, 7, dtype=torch.long)
-    mask[1, 5:] = 0
+    mask[0, :2] = mask[1, 5:] = 0
     with mh.observe(model) as seen:
         returned = generate(model, {"input_ids": source, "attention_mask": mask}, eos_token_id=None, **WAYS[way])
     for index, row in enumerate(returned):
         prompt = index * 2 // len(returned)
         read = seen["decoder.block.0.layer.0.SelfAttention"].samples[index].num_queries
         with mh.observe(model) as alone:
-            model(input_ids=source[prompt : prompt + 1, : int(mask[prompt].sum())], decoder_input_ids=row[None, :read])
+            model(input_ids=source[prompt][mask[prompt] == 1][None], decoder_input_ids=row[None, :read])
         for layer in seen.layers:
             sample = layer.samples[index if layer.name.startswith("decoder") else prompt]
             assert_same_text(sample, alone[layer.name].samples[0])

@@ -16,6 +16,7 @@ from multihead.layer.cache import KeyValueCache
 from multihead.observation.record import Record
 from multihead.probes import PROBES
 from multihead.record.layer import LayerRecord
+from multihead.record.layer_texts import LayerTexts
 from multihead.rotary import Rotary
 
 CAUSAL, WIDTH, LENGTH = masks.Causal(), 16, 12
@@ -96,7 +97,7 @@ def test_samples_of_different_lengths_are_each_recorded_as_if_alone(options: dic
     assert found.num_samples == 2
     for sample, length in enumerate(prompts):
         whole = watched(layer, [{"x": x[sample : sample + 1, : length + 4], "mask": NEAR}]).layers[0]
-        assert_same(LayerRecord(found.name, [found.samples[sample]]), whole)
+        assert_same(LayerRecord(found.name, LayerTexts([found.samples[sample]])), whole)
 
 
 def test_later_steps_leave_the_record_of_earlier_ones_as_it_was() -> None:
@@ -181,7 +182,7 @@ def test_steps_without_a_token_of_some_texts_are_recorded_as_if_each_text_was_al
     found = watched(layer, [{**call, "cache": cache} for call in calls]).layers[0]
     assert found.num_samples == len(texts)
     for sample, text in zip(found.samples, texts, strict=True):
-        assert_same(LayerRecord("", [sample]), watched(layer, [{"x": text, "mask": mask}]).layers[0])
+        assert_same(LayerRecord("", LayerTexts([sample])), watched(layer, [{"x": text, "mask": mask}]).layers[0])
 
 
 def test_a_bias_is_recorded_where_a_window_drops_keys_after_a_learned_one() -> None:
@@ -234,7 +235,10 @@ def test_a_later_step_that_sees_no_key_gives_the_first_one_no_weight() -> None:
     seen = watched(layer, steps(x, (5, 7), mask=hidden, cache=KeyValueCache()))
     assert bool((seen.layers[0].sample(0).statistics["first_mass"] == 0).all())
     whole = watched(layer, [{"x": x, "mask": hidden}])
-    assert_same(LayerRecord("", [seen.layers[0].sample(1)]), LayerRecord("", [whole.layers[0].sample(1)]))
+    assert_same(
+        LayerRecord("", LayerTexts([seen.layers[0].sample(1)])),
+        LayerRecord("", LayerTexts([whole.layers[0].sample(1)])),
+    )
 
 
 @pytest.mark.parametrize("first", [0, 2])

@@ -23,7 +23,7 @@ from multihead.layer.cache import KeyValueCache
 from multihead.masks.positions import SampleSpan
 from multihead.probes import ProbeContext
 from multihead.probes.tile import tile
-from multihead.record.batch import BatchRows, hide_padding_queries, slice_call, spans_of_call
+from multihead.record.batch import copy_rows, hide_padding_queries, slice_call, spans_of_call
 from multihead.record.sample import SampleRecord
 from tests.families import batch_of, family
 from tests.kernel_names import needs_native
@@ -336,19 +336,19 @@ def test_queries_of_nan_have_sinks_and_special_tokens_of_nan_in_a_batch_too() ->
             torch.testing.assert_close(other.statistics[name], expected[name][index], equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "spans", [[(0, 0, 5), (1, 0, 5)], [(0, 1, 4), (1, 0, 5)], [(1, 2, 2), (0, 0, 1), (1, 3, 5)], []]
-)
+@pytest.mark.parametrize("places", [None, [1, 2, 3, 5, 6, 7, 8, 9], [0, 7, 8, 9], []], ids=str)
 @pytest.mark.parametrize("layout", ["heads first", "rows first"])
-def test_rows_of_a_batch_are_copied_sample_by_sample(spans: list[tuple[int, int, int]], layout: str) -> None:
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_of_a_batch_are_copied_text_by_text(places: list[int] | None, layout: str, batch: int) -> None:
     tensor = torch.randn(2, 5, 3, 4).transpose(1, 2) if layout == "rows first" else torch.randn(2, 3, 5, 4)
-    expected = [tensor[sample : sample + 1, :, start:stop].clone() for sample, start, stop in spans]
-    rows = BatchRows.from_spans(*torch.tensor(spans, dtype=torch.int64).view(-1, 3).T, batch=2, rows=5)
-    copy = rows.copy_rows(tensor, torch.device("cpu"))
+    tensor = tensor[:batch]
+    chosen = None if places is None else [each for each in places if each < 5 * batch]
+    rows = torch.cat(tensor.unbind(), 1)  # (heads, batch * rows, features)
+    expected = rows.clone() if chosen is None else rows[:, chosen]
+    copy = copy_rows(tensor, None if chosen is None else torch.tensor(chosen, dtype=torch.int64), torch.device("cpu"))
     tensor.fill_(7)
-    found = [rows.rows_of_sample(index, copy) for index in range(len(spans))]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert all(one.stride(-1) == 1 for one in found)
+    assert torch.equal(copy, expected)
+    assert copy.stride(-1) == 1
 
 
 @needs_native
@@ -358,14 +358,14 @@ def test_cutting_a_batch_changes_no_bit_of_its_table(name: str) -> None:
     with torch.no_grad(), mh.observe(layer) as record:
         for _ in range(2):
             layer(4 * torch.randn(4, 9, 16), lengths=lengths, **PADDED[name])
-    assert record.layers[0].batches
+    assert record.layers[0].texts.waiting
     wanted: tuple[Any, ...] = ("mean", "median", "p95", "max")
     before = [record.table(of=of).rows for of in wanted]
     assert record.layers[0].num_samples == 8
     assert [(sample.num_queries, call) for sample, call in record.calls] == [(length, 0) for length in 2 * lengths]
     assert [record.table(of=of).rows for of in wanted] == before
     assert len(record.layers[0].samples) == 8
-    assert not record.layers[0].batches
+    assert not record.layers[0].texts.waiting
     assert [record.table(of=of).rows for of in wanted] == before
 
 
@@ -374,7 +374,7 @@ def test_a_batch_is_cut_where_a_later_call_continues_its_samples() -> None:
     layer, cache, x = mh.MultiHeadAttention(16, 4), KeyValueCache(), torch.randn(3, 7, 16)
     with torch.no_grad(), mh.observe(layer) as record:
         layer(x[:, :5], mask=masks.Causal(), cache=cache)
-        assert record.layers[0].batches
+        assert record.layers[0].texts.waiting
         layer(x[:, 5:], mask=masks.Causal(), cache=cache)
     table = record.table().rows
     assert [len(sample.calls) for sample in record.layers[0].samples] == [2, 2, 2]
@@ -442,13 +442,14 @@ class TestQueriesAndKeysThatAreNotCopied:
         layer, x = mh.MultiHeadAttention(16, 4, num_kv_heads=2), torch.randn(3, 7, 16)
         with mh.observe(layer) as seen, listen(Ear()):
             layer(x, lengths=(7, 2, 3))
-        (batch,), (call,) = seen.layers[0].batches, calls
+        (batch,), (call,) = [each.call for each in seen.layers[0].texts.waiting], calls
+        assert batch is not None
         assert batch.q is not None
         assert batch.k is not None
         assert batch.q.tensor.data_ptr() == call.request.q.data_ptr()
         assert batch.k.tensor.data_ptr() == call.request.k.data_ptr()
         seen.table(kinds=False)
-        assert batch.q.rows_to_keep is not None
+        assert batch.q.places is not None
         first = seen.layers[0].weights(head=1, sample=1)
         call.request.q.detach().fill_(9)  # too late to change a map
         assert torch.equal(seen.layers[0].weights(head=1, sample=1), first)

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from multihead import masks
 from multihead.errors import InputError, MultiheadError
 from multihead.observation.record import Record
-from tests.observation.recorded import Tokenizer, asked, ids, read
+from tests.observation.recorded import Tokenizer, asked, ids, read, same
 
 FILES = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -87,9 +87,9 @@ class TestRefusals:
 
     def test_a_newer_version(self, good: Path, tmp_path: Path) -> None:
         metadata, tensors = opened(good)
-        save_file(tensors, file := tmp_path / "new.safetensors", metadata | {"version": "3"})
+        save_file(tensors, file := tmp_path / "new.safetensors", metadata | {"version": "4"})
         assert refusal(file) == (
-            "FILE was saved by a newer multihead: its format has version 3, and this one reads 2. "
+            "FILE was saved by a newer multihead: its format has version 4, and this one reads 3. "
             "Update multihead: pip install --upgrade multihead."
         )
 
@@ -110,20 +110,20 @@ class TestRefusals:
             (lambda said, tensors: said.update(title=3), "its title should be a text, and is an integer"),
             (lambda said, tensors: said.update(layers={}), "the layers should be a list, and is an object"),
             (
-                lambda said, tensors: said["layers"][0].update(samples=[]),
+                lambda said, tensors: said["layers"][0].update(tables=[]),
                 "the samples of layer 'layers.0' are inconsis",
             ),
-            (lambda said, tensors: sample(said).update(dtype="object"), "there is no dtype 'object'"),
-            (lambda said, tensors: sample(said).update(heads=0), "a number of heads is 0"),
+            (lambda said, tensors: table(said).update(dtype="object"), "there is no dtype 'object'"),
+            (lambda said, tensors: table(said).update(heads=0), "a number of heads is 0"),
             (
-                lambda said, tensors: sample(said).update(heads=True),
+                lambda said, tensors: table(said).update(heads=True),
                 "a number of heads should be an integer, and is true or false",
             ),
             (
-                lambda said, tensors: sample(said).update(kv_heads=3),
+                lambda said, tensors: table(said).update(kv_heads=3),
                 "k has 3 heads and q has 4, and 4 is not a multiple",
             ),
-            (lambda said, tensors: sample(said).update(pieces=[]), "a sample has no calls"),
+            (lambda said, tensors: text(said).update(pieces=[]), "a sample has no calls"),
             (lambda said, tensors: segment(said).update(queries=7), "logsumexp is a torch.float32 tensor of shape"),
             (lambda said, tensors: segment(said).update(keys=7), "k has 6 keys of 7"),
             (lambda said, tensors: segment(said).update(scale="1"), "a scale is not a number"),
@@ -133,8 +133,8 @@ class TestRefusals:
             (lambda said, tensors: segment(said).update(mask=joining(1000)), "it combines more than 1,000 masks"),
             (lambda said, tensors: segment(said).update(keys=1 << 29), f"a number of keys is {1 << 29}"),
             (lambda said, tensors: segment(said).update(key_start=1 << 29), f"the index of a key is {1 << 29}"),
-            (lambda said, tensors: sample(said).update(head_dim=1 << 21), f"a width is {1 << 21}"),
-            (lambda said, tensors: sample(said).update(dtype="x" * 999), "there is no dtype 'xxxxx"),
+            (lambda said, tensors: table(said).update(head_dim=1 << 21), f"a width is {1 << 21}"),
+            (lambda said, tensors: table(said).update(dtype="x" * 999), "there is no dtype 'xxxxx"),
             (lambda said, tensors: segment(said).update(mask={"kind": "Window"}), "A mask of the file cannot be read"),
             (
                 lambda said, tensors: segment(said).update(bias={"kind": "Tensor", "tensor": "0.0.calls"}),
@@ -145,17 +145,30 @@ class TestRefusals:
             (lambda said, tensors: tensors.update({"0.0.q": tensors["0.0.q"].double()}), "q is a torch.float64 tensor"),
             (lambda said, tensors: tensors.pop("0.0.k"), "its contents are inconsistent"),
             (
-                lambda said, tensors: tensors.update({"0.0.calls": torch.tensor([[0, 5, 0, 6]])}),
+                lambda said, tensors: tensors.update({"0.0.calls": torch.tensor([[0, 5, 0, 6], [0, 4, 0, 4]])}),
                 "the calls of a sample",
             ),
+            (lambda said, tensors: text(said).update(rows=[6, 6, 6]), "the rows of a text are 3 numbers"),
+            (
+                lambda said, tensors: text(said).update(rows=[5, 6, 6, 1]),
+                "logsumexp is a torch.float32 tensor of shape",
+            ),
+            (
+                lambda said, tensors: text(said).update(rows=[6, 99, 99, 1]),
+                "the rows of statistics.received are not those of",
+            ),
+            (lambda said, tensors: text(said).update(rows=[-6, 6, 6, 1]), "a number of rows is -6"),
+            (lambda said, tensors: table(said)["texts"].pop(), "the rows of calls are not those of the texts"),
+            (lambda said, tensors: text(said).update(number=1), "two texts of a layer have the same number"),
+            (lambda said, tensors: text(said).update(number=5), "the texts of a layer are not numbered from 0"),
             (lambda said, tensors: tensors.update(calls=torch.tensor([[0, 9, 0]])), "a call refers to a sample that"),
             (lambda said, tensors: said["texts"][0].update(tokens=["a"]), "the tokens of a text are not as many"),
             (
                 lambda said, tensors: said["texts"][0].update(tokens=[1] * 6),
                 "a token should be a text, and is an integer",
             ),
-            (lambda said, tensors: sample(said).update(text=2), "a text has 4 tokens, and its layer 6"),
-            (lambda said, tensors: sample(said).update(map_pool="sum"), "map_pool is 'sum'"),
+            (lambda said, tensors: text(said).update(text=2), "a text has 4 tokens, and its layer 6"),
+            (lambda said, tensors: table(said).update(map_pool="sum"), "map_pool is 'sum'"),
         ],
     )
     def test_what_does_not_hold_together(
@@ -174,12 +187,16 @@ class TestRefusals:
         assert refusal(file) == "FILE is damaged: NaN is not a number. Save the record again."
 
 
-def sample(said: Any) -> Any:
-    return said["layers"][0]["samples"][0]
+def table(said: Any) -> Any:
+    return said["layers"][0]["tables"][0]
+
+
+def text(said: Any) -> Any:
+    return table(said)["texts"][0]
 
 
 def segment(said: Any) -> Any:
-    return sample(said)["pieces"][0]
+    return text(said)["pieces"][0]
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -198,11 +215,11 @@ def hide_padding_queries(said: Any, tensors: dict[str, torch.Tensor], heads: int
     tensors.clear()
     said["texts"] = []
     for layer in said["layers"]:
-        layer["samples"] = layer["samples"][:1]
-        (one,) = layer["samples"]
-        one.update(heads=heads, kv_heads=heads, kept=False, statistics={}, text=None)
-        one["pieces"][0].update(queries=0, keys=0, mask={"kind": "Full"})
-        tensors[f"{one['name']}.logsumexp"] = torch.zeros(1, heads, 0)
+        (one,) = layer["tables"]
+        one.update(heads=heads, kv_heads=heads, kept=False, statistics={}, texts=one["texts"][:1])
+        one["texts"][0].update(text=None, rows=[0, 0, 0, 1], maps={})
+        one["texts"][0]["pieces"][0].update(queries=0, keys=0, mask={"kind": "Full"})
+        tensors[f"{one['name']}.logsumexp"] = torch.zeros(heads, 0)
         tensors[one["calls"]] = torch.zeros(1, 4, dtype=torch.int64)
     tensors["calls"] = torch.zeros(0, 3, dtype=torch.int64)
 
@@ -224,17 +241,16 @@ def test_a_record_without_a_query_opens_and_makes_a_report(good: Path, tmp_path:
     found.report(tmp_path / "report.html")
 
 
-def test_a_sample_that_is_listed_twice_is_refused(good: Path, tmp_path: Path) -> None:
-    file = changed(good, tmp_path, lambda said, _: said["layers"][0]["samples"].append(sample(said)))
-    assert refusal(file) == "FILE is damaged: two samples are called '0.0'. Save the record again."
+def test_a_table_that_is_listed_twice_is_refused(good: Path, tmp_path: Path) -> None:
+    file = changed(good, tmp_path, lambda said, _: said["layers"][0]["tables"].append(table(said)))
+    assert refusal(file) == "FILE is damaged: '0.0' is listed twice. Save the record again."
 
 
 def test_keys_of_which_a_file_holds_nothing_are_limited(good: Path, tmp_path: Path) -> None:
     def claim(said: Any, tensors: dict[str, torch.Tensor]) -> None:
         hide_padding_queries(said, tensors, 8)
         for layer in said["layers"]:
-            for one in layer["samples"]:
-                one["pieces"][0]["keys"] = 1 << 23
+            layer["tables"][0]["texts"][0]["pieces"][0]["keys"] = 1 << 23
 
     file = changed(good, tmp_path, claim)
     assert refusal(file) == (
@@ -257,7 +273,7 @@ def test_a_mask_nested_beyond_all_measure_is_refused_and_does_not_overflow(good:
 def test_a_file_of_a_version_that_kept_no_sinks_opens(good: Path, tmp_path: Path) -> None:
     def older(said: Any, tensors: dict[str, torch.Tensor]) -> None:
         for layer in said["layers"]:
-            for one in layer["samples"]:
+            for one in layer["tables"][0]["texts"]:
                 for each in one["pieces"]:
                     del each["sinks"]
 
@@ -281,10 +297,40 @@ def test_percentiles_of_a_file_of_version_1_are_read_from_its_bins(tmp_path: Pat
             tensors[f"{index}.{name}.bins"] = bins
             rows = zip(values, counted, strict=True)
             medians[-1][name] = torch.stack([v[c].quantile(0.5, interpolation="lower") for v, c in rows])
-    save_file(tensors, file := tmp_path / "old.safetensors", metadata | {"version": "1"})
+    said = json.loads(metadata["record"])
+    for layer in said["layers"]:
+        layer["samples"] = layer.pop("tables")
+    metadata |= {"version": "1", "record": json.dumps(said)}
+    save_file(tensors, file := tmp_path / "old.safetensors", metadata)
     for layer, other, expected in zip(Record.load(file).layers, texts.layers, medians, strict=True):
         torch.testing.assert_close(layer.summary(), other.summary())
         torch.testing.assert_close(layer.summary("median"), expected, rtol=0.02, atol=1e-8)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_file_of_version_2_opens_with_its_numbers(tmp_path: Path, *, mapped: bool) -> None:
+    """Two padded texts, of which the first was continued by two steps of a cache; each had tensors of its own."""
+    content = (Path(__file__).parent / "version_2.safetensors").read_bytes()
+    (file := tmp_path / "run.safetensors").write_bytes(content)
+    record = Record.load(file, mapped=mapped)
+    assert [(one.num_queries, one.num_keys, len(one.calls)) for one in record.layers[0].samples] == [
+        (6, 6, 3),
+        (4, 4, 3),
+    ]
+    assert [(one.num_queries, call) for one, call in record.calls] == [
+        (length, call) for call in range(3) for length in (6, 4)
+    ]
+    for one in record.layers[0].samples:
+        assert one.q is not None
+        assert one.k is not None
+        scores = (one.q.all_rows()[0] @ one.k.all_rows()[0].mT / 2).double()
+        weights = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, -torch.inf).softmax(-1)
+        torch.testing.assert_close(one.weights().double(), weights, atol=1e-6, rtol=0)
+        entropy = -torch.xlogy(weights, weights).sum(-1)
+        torch.testing.assert_close(one.statistics["entropy"].double(), entropy, atol=1e-6, rtol=0)
+        torch.testing.assert_close(one.statistics["received"].double(), weights.sum(-2), atol=1e-6, rtol=0)
+    record.save(file)
+    same(Record.load(file, mapped=mapped), record)
 
 
 def test_tensors_stay_in_the_file(good: Path) -> None:

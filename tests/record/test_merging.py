@@ -13,6 +13,7 @@ from multihead import masks
 from multihead.errors import ArgumentError
 from multihead.observation.record import Record
 from multihead.record.split import LayerPartOfRank, TokensOfRank
+from multihead.record.text_table import RowsInTensor
 
 
 def whole(*, tokens: int = 4, heads: int = 2, seed: int = 0, mask: masks.Mask | None = None) -> Record:
@@ -30,11 +31,11 @@ def of_tokens(rank: int, *, ranks: int = 2, rows: tuple[int, int] | None = None,
     first, stop = (2 * rank, 2 * rank + 2) if rows is None else rows
     heads = layer.num_heads
     part = replace(sample, split=TokensOfRank(((first, stop),), ((first, stop),)))
-    part.logsumexp = type(sample.logsumexp)(2, [sample.logsumexp.rows_between(first, stop)])
+    part.logsumexp = RowsInTensor(sample.logsumexp.rows_between(first, stop))
     part.set_statistics({name: value[:, first:stop] for name, value in sample.per_query.items()})
     part.q = part.k = None
     layer.samples[:] = [part]
-    seen.calls[:] = [(part, 0)]
+    seen._calls[:] = [(part, 0)]
     layer.split = LayerPartOfRank((0, heads), heads, (0, heads), heads, rank, ranks)
     return seen
 

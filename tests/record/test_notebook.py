@@ -82,7 +82,7 @@ def test_an_empty_record_and_statistics_alone_say_so() -> None:
 
 def test_a_number_that_is_none_is_a_dash() -> None:
     record = asked()
-    record.layers[0].samples[0]._per_query["entropy"].all_rows().fill_(float("nan"))
+    record.layers[0].samples[0].per_query["entropy"].fill_(float("nan"))
     assert rows(record._repr_html_())[1][4] == "–"
 
 

@@ -16,7 +16,9 @@ from multihead.layer.cache import KeyValueCache
 from multihead.masks.documents import Chunks
 from multihead.observation.record import Record
 from multihead.probes import PROBES
+from multihead.record.batch import KeptRows
 from multihead.record.sample import SampleRecord, add_received_weights
+from multihead.record.text_table import RowsInTable
 from tests.observation.recorded import asked, ids, read
 
 CAUSAL = masks.Causal()
@@ -38,8 +40,10 @@ def bytes_of_tensor(record: Record) -> int:
     for layer in record.layers:
         for one in layer.samples:
             for rows in (one.q, one.k):
-                for chunk in [] if rows is None else rows._chunks:
-                    storages[chunk.untyped_storage().data_ptr()] = chunk.untyped_storage().nbytes()
+                for chunk in rows.column._chunks if isinstance(rows, RowsInTable) else ():
+                    kept = chunk.rows.tensor if isinstance(chunk.rows, KeptRows) else chunk.rows
+                    assert isinstance(kept, Tensor)
+                    storages[kept.untyped_storage().data_ptr()] = kept.untyped_storage().nbytes()
     return sum(storages.values())
 
 

@@ -272,7 +272,7 @@ def test_a_dtype_that_no_file_holds_is_refused_before_anything_is_written(
     with pytest.raises(DtypeError) as caught:
         asked(mask=MASKS["keep"]).save(tmp_path / "run.safetensors")
     assert str(caught.value) == (
-        "0.0.0.mask.1 is a torch.bool tensor, which a record cannot hold. Convert it to float32 or int64."
+        "0.0.0.0.mask.1 is a torch.bool tensor, which a record cannot hold. Convert it to float32 or int64."
     )
     assert list(tmp_path.iterdir()) == []
 

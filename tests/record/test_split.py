@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multihead.record.segments import ChunkedRows
 from multihead.record.split import JoinedRows, LayerPartOfRank, TensorPiece, count_tokens
+from multihead.record.text_table import RowsInTensor
 
 
 def joined() -> tuple[JoinedRows, torch.Tensor]:
     """Four heads and five rows: the first two heads lie in two tensors, the others in a third."""
     whole = torch.arange(60.0).view(1, 4, 5, 3)
-    first = ChunkedRows(2, [whole[:, :2, [3, 4, 0]]])  # rows 3, 4 and 0
-    second = ChunkedRows(2, [whole[:, :2, 1:3]])
-    third = ChunkedRows(2, [whole[:, 2:]])
+    first = RowsInTensor(whole[:, :2, [3, 4, 0]])  # rows 3, 4 and 0
+    second = RowsInTensor(whole[:, :2, 1:3])
+    third = RowsInTensor(whole[:, 2:])
     pieces = (
         TensorPiece(first, (0, 2), 3, (0, 2)),
         TensorPiece(first, (2, 3), 0, (0, 2)),
@@ -26,18 +26,13 @@ def joined() -> tuple[JoinedRows, torch.Tensor]:
 
 def test_joined_rows_read_each_part_from_its_tensor() -> None:
     rows, whole = joined()
-    assert (rows.length, rows.has_chunks) == (5, True)
+    assert rows.length == 5
     assert torch.equal(rows.all_rows(), whole)
     assert torch.equal(rows.rows_between(2, 9), whole[:, :, 2:])
     for _ in range(2):  # the second time from memory
         assert torch.equal(rows.rows_between(1, 4, heads=(3,))[:, 3], whole[:, 3, 1:4])
     assert torch.equal(rows.rows_between(1, 4, heads=(0, 2))[:, [0, 2]], whole[:, [0, 2], 1:4])
     assert rows.rows_between(4, 2).shape == (1, 4, 0, 3)
-
-
-def test_joined_rows_do_not_grow() -> None:
-    with pytest.raises(TypeError, match="Rows cannot be appended"):
-        joined()[0].add(torch.zeros(1, 4, 1, 3))
 
 
 @pytest.mark.parametrize(

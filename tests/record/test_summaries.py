@@ -48,7 +48,7 @@ def test_where_no_query_counts_the_sum_is_0() -> None:
 
 def test_what_is_not_finite_counts_in_no_summary_and_is_nan_where_nothing_else_is_left() -> None:
     sample = asked().layers[0].sample()
-    entropy = sample._per_query["entropy"].all_rows()
+    entropy = sample.per_query["entropy"]
     whole = sample.summary()["entropy"]
     entropy[1, 3], entropy[2, :2], entropy[3] = torch.nan, torch.inf, torch.nan
     measured = sample.measured()["entropy"]

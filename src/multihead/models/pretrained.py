@@ -329,7 +329,9 @@ class InputTracker:
         tracked = any(each.module is generation.model for each in self._models)
         own = module is generation.model or (not tracked and model.takes_tokens)
         if generation.nested or own:
-            self.generated_pass = generation.begin_pass(inputs.num_tokens, inputs.num_cached, inputs.is_token)
+            # The padding of an encoder-decoder is that of what its encoder reads.
+            is_token = None if model.is_encoder_decoder else inputs.is_token
+            self.generated_pass = generation.begin_pass(inputs.num_tokens, inputs.num_cached, is_token)
             self.is_aside = self.generated_pass is None
 
     def follows(self, model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -11,41 +11,8 @@ from torch import Tensor
 from multihead.masks.positions import SampleSpan
 from multihead.models.generation import UNKNOWN_ID
 from multihead.record.running_summary import RunningSummary
-from multihead.record.sample import SampleRecord
-from multihead.record.segments import ChunkedRows, Segment, append_new_keys, copy_contiguous
+from multihead.record.sample import RecordedCall, SampleRecord
 from multihead.record.text_rows import MeasuredRows, TextRows
-
-
-@dataclass(frozen=True, eq=False)
-class RecordedCall:
-    """A call of one text, as a record keeps it.
-
-    Attributes:
-        segment: the call, without tensors.
-        logsumexp: (1, heads, queries), nats.
-        statistics: statistics of the call.
-        q: (1, heads, queries, head_dim); None if only statistics are kept.
-        k: (1, kv_heads, keys, head_dim), the keys of the call from `key_start` on, which a cache may overwrite later;
-            None if only statistics are kept.
-        key_start: index of the first of these keys in the text.
-    """
-
-    segment: Segment
-    logsumexp: Tensor
-    statistics: dict[str, Tensor]
-    q: Tensor | None
-    k: Tensor | None
-    key_start: int
-
-    def with_own_keys(self) -> RecordedCall:
-        """Return the call with a copy of its keys, to be appended later."""
-        return replace(self, k=None if self.k is None else copy_contiguous(self.k, self.logsumexp.device))
-
-    def append_to(self, sample: SampleRecord) -> None:
-        """Append the call to the record of its text, which copies the keys that are new to it."""
-        if sample.k is not None and self.k is not None:
-            append_new_keys(sample.k, self.k, start=self.key_start, device=self.logsumexp.device)
-        sample.append_call(self.segment, self.logsumexp, self.statistics, self.q)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,20 +48,15 @@ def split_span(span: SampleSpan, whole: int, *, cross_attention: bool) -> list[S
     return parts
 
 
-def sample_of_parts(new_sample: Callable[[], SampleRecord], parts: Sequence[HeldPart], ids: Tensor) -> SampleRecord:
-    """Create the record of a text from its parts; `ids`, (tokens,) int64, are those of its tokens."""
-    sample = new_sample()
-    known = None if bool((ids == UNKNOWN_ID).any()) else ids
+def append_parts(sample: SampleRecord, parts: Sequence[HeldPart], ids: Tensor) -> None:
+    """Append the parts of a text to its sample; `ids`, (tokens,) int64, are those of its tokens."""
     for part in parts:
         assert part.call is not None
-        if not sample.calls and part.call.q is not None:
-            sample.q, sample.k = ChunkedRows(2), ChunkedRows(2)
-        part.call.append_to(sample)
+        sample.append_call(part.call)
     text = sample.growing_query_text if sample.cross_attention else sample.growing_key_text
-    text.append_ids(known, start=0)
+    text.append_ids(None if bool((ids == UNKNOWN_ID).any()) else ids, start=0)
     if sample.cross_attention:
         sample.growing_key_text.append_ids(parts[0].key_ids, start=0)
-    return sample
 
 
 def add_to_summary(summary: RunningSummary, texts: Sequence[Sequence[HeldPart]], ids: Sequence[Tensor]) -> None:

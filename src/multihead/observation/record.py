@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from typing import Any, Literal, overload
 
 import torch
@@ -39,8 +38,8 @@ from multihead.record.analysis.highlights import (
     heads_of_short_table,
 )
 from multihead.record.analysis.similar import NearHead, nearest
-from multihead.record.batch import SLICING_LOCK, RecordedBatch
 from multihead.record.layer import LayerRecord, RecordContents, layer_profiles, texts_of
+from multihead.record.layer_texts import BegunTexts
 from multihead.record.notebook import HeadList, number_with_noun
 from multihead.record.profiles import LayerKinds, LayerProfile
 from multihead.record.sample import OwnStatistics, SampleRecord
@@ -74,20 +73,18 @@ class Record:
     layers: list[LayerRecord] = field(default_factory=list)
     title: str = ""
     id: str = field(default_factory=partial(secrets.token_hex, 16))
-    _calls: list[tuple[SampleRecord, int]] = field(default_factory=list)
+    # a call of one text with its index in the text, or the first calls of several
+    _calls: list[tuple[SampleRecord, int] | BegunTexts] = field(default_factory=list)
     statistics: dict[str, Statistic] = field(default_factory=dict)
     own_kinds: tuple[Kind, ...] = ()
-    _batches: list[RecordedBatch] = field(default_factory=list)  # calls that are not yet split into samples
 
     @property
     def calls(self) -> list[tuple[SampleRecord, int]]:
         """All calls in the order they ran, one pair per sample: the sample, and the index of the call in the sample."""
-        with SLICING_LOCK:
-            while self._batches:
-                batch = self._batches[0]
-                self._calls += product(batch.samples, range(batch.windows))
-                del self._batches[0]
-        return self._calls
+        found: list[tuple[SampleRecord, int]] = []
+        for each in self._calls:
+            found.extend(each.calls if isinstance(each, BegunTexts) else [each])
+        return found
 
     def __iter__(self) -> Iterator[SampleRecord]:
         """Iterate over the calls in the order they ran, one sample at a time."""
@@ -139,7 +136,7 @@ class Record:
             for one in layer.samples:
                 for text in (one.growing_key_text, one.growing_query_text):
                     if text.ids is not None:
-                        yield text, text.ids.all_rows()
+                        yield text, text.ids
 
     def set_text(self, text: Text, *, sample: int = 0) -> None:
         """Set the tokens of a sample in all layers where it has one key per token.
@@ -560,22 +557,12 @@ class Record:
             return f"{caption}; {' and '.join(parts)}"
         return caption + ("" if self.keeps_weights else "; statistics only" if tokens else "; sums only")
 
-    def add(self, layer: LayerRecord, samples: Iterable[SampleRecord]) -> None:
-        """Append the last call of each of these samples to `calls`, and a new layer to `layers`."""
-        self._append_layer(layer)
-        if layer.running_summary is None:
-            self.calls.extend((sample, len(sample.calls) - 1) for sample in samples)
-
-    def add_batch(self, layer: LayerRecord, batch: RecordedBatch) -> None:
-        """Append a recorded batch, which is the first call of all its samples, to a layer."""
-        self._append_layer(layer)
-        layer.batches.append(batch)
-        self._batches.append(batch)
-
-    def _append_layer(self, layer: LayerRecord) -> None:
+    def add(self, layer: LayerRecord, calls: Iterable[tuple[SampleRecord, int] | BegunTexts]) -> None:
+        """Append calls in the order they ran, each with its index in the sample; and a new layer to `layers`."""
         if layer not in self.layers:
             layer.own_kinds = self.own_kinds
             self.layers.append(layer)
+        self._calls.extend(calls)
 
     def plot(
         self,
@@ -832,7 +819,7 @@ class Record:
         found = gather_objects(sent, Ranks.of_mesh(group), to=to)
         if found is None:
             return None
-        record = Record(*merging.merge_records(found))
+        record = _record_of(merging.merge_records(found))
         record.statistics |= self.statistics
         record.add_kinds(*self.own_kinds)
         return record
@@ -851,7 +838,7 @@ class Record:
         """
         records = tuple(records)
         _check_records("records", *records)
-        return Record(*merging.merge_all_ranks([record._record_parts for record in records]))  # noqa: SLF001 - records too
+        return _record_of(merging.merge_all_ranks([record._record_parts for record in records]))  # noqa: SLF001 - records too
 
     def save(self, file: str | os.PathLike[str], *, keep: Literal["all", "statistics"] = "all") -> None:
         """Write the record to one safetensors file, completely or not at all.
@@ -884,7 +871,11 @@ class Record:
         """
         files = loading.matching_files(file)
         found = [loading.load(each, mapped=mapped) for each in files]
-        return Record(*(found[0] if len(found) == 1 else merging.merge_all_ranks(found)))
+        return _record_of(found[0] if len(found) == 1 else merging.merge_all_ranks(found))
+
+
+def _record_of(contents: RecordContents) -> Record:
+    return Record(contents.layers, contents.title, contents.id, [*contents.calls], contents.statistics)
 
 
 def _check_records(name: str, *records: object) -> None:

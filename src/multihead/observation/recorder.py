@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Literal, TypeAlias
 from weakref import WeakKeyDictionary, finalize
 
@@ -36,7 +36,7 @@ from multihead.models import pretrained
 from multihead.models.coverage import whole_model_advice
 from multihead.models.generation import UNKNOWN_ID, GeneratedPass, GeneratedText
 from multihead.models.pretrained import KNOWN_TEXTS, WHOLE_MASK, InputTracker
-from multihead.observation.held import HeldPart, RecordedCall, add_to_summary, sample_of_parts, split_span
+from multihead.observation.held import HeldPart, add_to_summary, append_parts, split_span
 from multihead.observation.host_copies import HostCopies
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import LayerNamer
@@ -56,8 +56,8 @@ from multihead.probes.statistics import (
 )
 from multihead.record.batch import (
     KeptRows,
-    RecordedBatch,
     SampleSpans,
+    WaitingCall,
     has_arrived,
     hide_padding_queries,
     new_samples,
@@ -68,10 +68,11 @@ from multihead.record.batch import (
 from multihead.record.chance import content_key, visibility_key
 from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import OpenTexts, RunningSummary
-from multihead.record.sample import OwnStatistics, SampleRecord
-from multihead.record.segments import ChunkedRows, Segment, copy_contiguous
+from multihead.record.sample import OwnStatistics, RecordedCall, SampleRecord
+from multihead.record.segments import Segment, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
 from multihead.record.text_rows import MeasuredRows, TextRows, occurred_before
+from multihead.record.text_table import RowsInTensor
 from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import values_of, with_values
 from multihead.tensors.shapes import AttentionShape
@@ -155,8 +156,7 @@ class Recorder:
     _own_statistics: OwnStatistics = field(init=False)  # the statistics that are not built in
     # whether a layer is cross-attention, where tokens of keys are not compared with the query's, and whether the texts
     # of a call are known -> what measures it
-    _measurers: dict[tuple[bool, bool], StatisticsMeasurer] = field(init=False)
-    _latest_counted_offset: int = field(init=False)  # the largest offset of a key because of which a query counts
+    _measurers: dict[tuple[bool, bool], StatisticsMeasurer] = field(default_factory=dict)
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     # the sequences in a cache, or of a pass -> name of a layer -> its newest call on them
     _previous_calls: WeakKeyDictionary[CachedSequence, dict[str, _LayerCall]] = field(default_factory=WeakKeyDictionary)
@@ -174,18 +174,26 @@ class Recorder:
         )
         self._namer = LayerNamer(self.measurer.names, self.inputs)
         self.inputs.on_texts = self.add_generated_texts
-        self._latest_counted_offset = max((probe.counted_offset or 0 for probe in self.measurer.probes), default=0)
         self._own_statistics = OwnStatistics(self.measurer.own)
-        probes = self.measurer.probes
-        if self.keep == "summary":
-            probes = tuple(probe for probe in probes if probe.axes == "queries")
-        alike = tuple(probe for probe in probes if not probe.compares_tokens)
-        anywhere = tuple(probe for probe in alike if not _depends_on_text(probe))
-        self._measurers = {
-            (crosses, known): replace(self.measurer, probes=(alike if crosses else probes) if known else anywhere)
-            for crosses in (False, True)
-            for known in (False, True)
-        }
+
+    def _measurer_of(self, state: _LayerCall) -> StatisticsMeasurer:
+        """Return what measures a call: all statistics that mean something in it."""
+        key = state.cross_attention, state.texts_known
+        if key not in self._measurers:
+            probes = self.measurer.probes
+            if self.keep == "summary":
+                probes = tuple(probe for probe in probes if probe.axes == "queries")
+            if state.cross_attention or not state.texts_known:
+                probes = tuple(probe for probe in probes if not probe.compares_tokens)
+            if not state.texts_known:
+                probes = tuple(probe for probe in probes if not _depends_on_text(probe))
+            self._measurers[key] = replace(self.measurer, probes=probes)
+        return self._measurers[key]
+
+    @cached_property
+    def _latest_counted_offset(self) -> int:
+        """The largest offset of a key because of which a query counts."""
+        return max((probe.counted_offset or 0 for probe in self.measurer.probes), default=0)
 
     @property
     def _keeps_qk(self) -> bool:
@@ -263,7 +271,9 @@ class Recorder:
             # Only the processes of an initialised group can split a layer.
             grouped = dist.is_available() and dist.is_initialized()
             split = _rank_part_of_layer(request, sequence_split.active_split) if grouped else None
-            self._layers[name] = LayerRecord(name, running_summary=summary, number=number, split=split)
+            self._layers[name] = LayerRecord(
+                name, running_summary=summary, number=number, split=split, _known_heads=heads
+            )
         return self._layers[name]
 
     def _add_call(self, call: AttentionCall, state: _LayerCall, read: GeneratedPass | None) -> None:
@@ -299,7 +309,7 @@ class Recorder:
         """Begin the texts of a call; return True if all could be measured at once, and were added to the summary."""
         layer, summary, windows, request = state.layer, state.layer.running_summary, state.windows, call.request
         assert summary is not None
-        measurer = self._measurers[state.cross_attention, state.texts_known]
+        measurer = self._measurer_of(state)
         whole = measurer.measures_whole(request, sample_spans, ids)
         if summary.takes_batches and (state.cross_attention or not whole or ids.key_ids(request) is None):
             shape = request.shape
@@ -361,14 +371,10 @@ class Recorder:
         """Create the samples of a call; return True if the whole batch could be measured and recorded at once."""
         layer, windows = state.layer, state.windows
         new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
-        probes = self._measurers[state.cross_attention, state.texts_known].probes
+        probes = self._measurer_of(state).probes
         parts = self._parts_of_batch(call, sample_spans, ids, probes)
         if parts is None:
-            samples = new_samples(new_sample, sample_spans, ids)[::windows]
-            if self._keeps_qk:
-                for sample in samples:
-                    sample.q, sample.k = ChunkedRows(2), ChunkedRows(2)
-            layer.samples.extend(samples)
+            samples = self._begin_texts(layer, new_samples(new_sample, sample_spans, ids)[::windows])
             state.samples = lambda: samples
             return False
         request, logsumexp = call.request, call.result.logsumexp.detach()
@@ -376,20 +382,23 @@ class Recorder:
         parts, logsumexp, arrive = self._copy_measured(parts, logsumexp, device)
         shared = device == sample_spans.request.shape.device and request.sinks is None and request.bias is None
         bare = sample_spans.request if shared else self._request_without_tensors(request, device)
-        batch = RecordedBatch(
+        batch = WaitingCall(
             new_sample, sample_spans, bare, logsumexp, parts, ids, probes, windows=windows, arrive=arrive
         )
         if self.record.statistics:  # a user-defined function may raise an error, so it runs now
             batch.statistics  # noqa: B018
         if self._keeps_qk:
             fresh = request.known_origin.qk_computed_for_call
-            batch.q = KeptRows.keep(request.q, lambda: sample_spans.query_rows, device, layer=layer.name, fresh=fresh)
-            batch.k = KeptRows.keep(request.k, lambda: sample_spans.key_rows, device, layer=layer.name, fresh=fresh)
+            batch.q = KeptRows.keep(
+                request.q, lambda: sample_spans.text_rows.places, device, layer=layer.name, fresh=fresh
+            )
+            batch.k = KeptRows.keep(request.k, lambda: sample_spans.key_places, device, layer=layer.name, fresh=fresh)
         # Tensors in the caller's mask may change later, so they are sliced now; lengths of texts were copied.
         if (request.mask if sample_spans.texts is None else request.mask.without_documents()).holds_tensors:
             batch.slice_requests()
-        state.samples = lambda: batch.samples
-        self.record.add_batch(layer, batch)
+        begun = layer.texts.begin(batch)
+        state.samples = lambda: begun.samples
+        self.record.add(layer, [begun])
         return True
 
     def _copy_measured(
@@ -402,6 +411,13 @@ class Recorder:
         stays = device == logsumexp.device
         copied, arrive = self._copies.copy([*parts.values(), *(() if stays else (logsumexp,))])
         return dict(zip(parts, copied, strict=False)), logsumexp if stays else copied[-1], arrive
+
+    def _begin_texts(self, layer: LayerRecord, samples: list[SampleRecord]) -> list[SampleRecord]:
+        """Append texts to a layer, whose rows are appended to its table call by call; return their samples."""
+        for text, sample in enumerate(samples, len(layer.samples)):
+            sample.view_table(layer.texts.table, text, keeps_qk=self._keeps_qk)
+        layer.samples.extend(samples)
+        return samples
 
     def _add_queries_of_rank(self, call: AttentionCall, sequence: SequenceSplit, layer: LayerRecord) -> None:
         """Add the queries of this rank for a sequence that is split over ranks; each call creates new samples."""
@@ -441,11 +457,11 @@ class Recorder:
             sample.segments = [Segment(replace(slice_request(bare, span), sinks=bare.sinks))]
             rows, columns = ([indices for _, indices in tokens] for tokens in (queries, own_keys))
             sample.calls = [((0, sample.num_queries), (0, span.keys[1] - span.keys[0]))]
-            sample.logsumexp.add(_slice_rows(result.logsumexp, span, rows).to(device))
+            sample.logsumexp = RowsInTensor(_slice_rows(result.logsumexp, span, rows).to(device))
             sample.set_statistics(self._measure_queries_of_rank(attended, span, queries, sample))
             if self._keeps_qk:
-                sample.q = ChunkedRows(2, [copy_contiguous(_slice_rows(request.q, span, rows), device)])
-                sample.k = ChunkedRows(2, [copy_contiguous(_slice_rows(request.k, span, columns), device)])
+                sample.q = RowsInTensor(copy_contiguous(_slice_rows(request.q, span, rows), device))
+                sample.k = RowsInTensor(copy_contiguous(_slice_rows(request.k, span, columns), device))
             samples.append(sample)
         if layer.running_summary is None:
             layer.samples.extend(samples)
@@ -454,7 +470,7 @@ class Recorder:
                 texts = layer.running_summary.begin_texts(1)
                 layer.running_summary.add(sample.measured_rows(), texts)
                 layer.running_summary.end_texts(texts)
-        self.record.add(layer, samples)
+        self.record.add(layer, [(sample, 0) for sample in samples] if layer.running_summary is None else ())
 
     def _ids_of_whole_sequence(self, request: AttentionRequest, sequence: SequenceSplit) -> Tensor | None:
         """Return the token ids of all ranks, (batch, tokens) int64, gathered once per input; None if unknown."""
@@ -620,8 +636,8 @@ class Recorder:
                     layer.running_summary, state, index // windows, alone, context, before=before, ids=read
                 )
                 continue
-            self._record_text(alone, context, state, start, window=is_window).append_to(sample)
-            self.record.add(layer, [sample])  # one call
+            sample.append_call(self._record_text(alone, context, state, start, window=is_window))
+            self.record.add(layer, [(sample, len(sample.calls) - 1)])
 
     def _record_text(
         self, alone: AttentionCall, context: ProbeContext, state: _LayerCall, start: int, *, new: int = 0, window: bool
@@ -631,7 +647,7 @@ class Recorder:
         The first key of the call has the index `start` in the text.
         """
         request, device = alone.request, self._device_of_record(alone.request)
-        found = statistics_of_call(alone, self._measurers[state.cross_attention, state.texts_known].probes, context)
+        found = statistics_of_call(alone, self._measurer_of(state).probes, context)
         keeps = self._keeps_qk
         return RecordedCall(
             Segment(self._request_without_tensors(request, device), start, is_window=window),
@@ -658,8 +674,8 @@ class Recorder:
             for part in split_span(span, row.whole, cross_attention=crosses):
                 start = 0 if crosses else first_key - row.padding
                 alone, start = _slice_text(call, sample_spans, part, start)
-                shape, chunks = alone.request.shape, None if keys is None else ChunkedRows(0, [keys])
-                context = self._context_of_probes(chunks, shape, start, caller, first=read.begins_texts)
+                shape = alone.request.shape
+                context = self._context_of_probes(keys, shape, start, caller, first=read.begins_texts)
                 recorded = measured = None
                 if layer.running_summary is not None:
                     rows = _rows_of_text(alone, start)
@@ -680,14 +696,15 @@ class Recorder:
             ]
             if not held or not all(held):
                 continue  # the layer is not recorded, or its queries are no tokens of these texts
-            self.record.add(layer, ())
             if layer.running_summary is not None:
+                self.record.add(layer, ())
                 add_to_summary(layer.running_summary, held, [text.ids for text in texts])
                 continue
             new_sample = self._sample_factory(name, cross_attention=held[0][0].cross_attention)
-            samples = [sample_of_parts(new_sample, parts, text.ids) for parts, text in zip(held, texts, strict=True)]
-            layer.samples.extend(samples)
-            self.record.calls.extend((sample, index) for sample in samples for index in range(len(sample.calls)))
+            samples = self._begin_texts(layer, [new_sample() for _ in texts])
+            for sample, parts, text in zip(samples, held, texts, strict=True):
+                append_parts(sample, parts, text.ids)
+            self.record.add(layer, [(sample, index) for sample in samples for index in range(len(sample.calls))])
 
     def _add_text_to_summary(
         self,
@@ -698,7 +715,7 @@ class Recorder:
         context: ProbeContext,
         *,
         before: int,
-        ids: ChunkedRows | None,
+        ids: Tensor | None,
     ) -> None:
         """Add a call of one text to a summary, and the earlier queries of the text that count because of it.
 
@@ -714,7 +731,7 @@ class Recorder:
         assert state.texts is not None
         rows = _rows_of_text(alone, before)
         num_keys = before + alone.request.shape.key_length
-        read = None if ids is None or ids.length != num_keys else ids.all_rows()
+        read = None if ids is None or len(ids) != num_keys else ids
         if read is not None and any(probe.counted == "repeated" for probe in self.measurer.probes):
             occurred = occurred_before(rows.positions, read)  # now, because the rows may wait, and the ids grow
             rows = replace(rows, occurred=lambda: occurred)
@@ -741,7 +758,7 @@ class Recorder:
         ids: Tensor | None,
     ) -> MeasuredRows:
         """Measure a call of one text for a summary; `before` keys of the text come before those of the call."""
-        measurer = self._measurers[state.cross_attention, state.texts_known]
+        measurer = self._measurer_of(state)
 
         def spread_evenly() -> dict[str, Tensor]:
             chance, spread = measurer.spread_evenly(alone)
@@ -776,16 +793,16 @@ class Recorder:
         return partial(SampleRecord, name, size, pool, cross_attention=cross_attention, own=self._own_statistics)
 
     def _context_of_probes(
-        self, read: ChunkedRows | None, shape: AttentionShape, start: int, caller: nn.Module, *, first: bool
+        self, read: Tensor | None, shape: AttentionShape, start: int, caller: nn.Module, *, first: bool
     ) -> ProbeContext:
         """Return the inputs of probes besides q and k, for a call whose first key has the index `start`.
 
         With `first`, that is the first key that the queries may see. `read` are the ids of the keys so far, if known.
         """
         stop, ids, before = start + shape.key_length, None, None
-        if read is not None and read.length >= stop and self.measurer.needs & {"ids", "special_keys"}:
-            ids = read.rows_between(start, stop)[None]
-            before = None if first or not start else read.rows_between(start - 1, start)
+        if read is not None and len(read) >= stop and self.measurer.needs & {"ids", "special_keys"}:
+            ids = read[None, start:stop]
+            before = None if first or not start else read[start - 1 : start]
         # In a later call the first key that the queries see may not be the sample's first key.
         first_key = None if first else -start
         context = self.measurer.probe_context(caller, shape, ids)
@@ -858,6 +875,10 @@ def _number_queries_of_cross_attention(
     position: int | Tensor = start if read is None else read.first
     if continued is not None and continued.first_query is not None:
         position = continued.first_query
+    return _with_query_start(call, position)
+
+
+def _with_query_start(call: AttentionCall, position: int | Tensor) -> AttentionCall:
     if not isinstance(position, Tensor) and position == call.request.query_start:
         return call
     return AttentionCall(replace(call.request, query_start=position), drop_position_parts(call.result))
@@ -878,7 +899,10 @@ def _slice_text(
     call: AttentionCall, sample_spans: SampleSpans, span: SampleSpan, start: int, *, window: bool = False
 ) -> tuple[AttentionCall, int]:
     """Slice one text from a call: return a call with a batch of one, and the index of its first key in the text."""
-    alone = slice_call(call, span)
+    alone, origin = slice_call(call, span), call.request.query_start
+    if sample_spans.one_text and not isinstance(origin, Tensor) and origin > 0 and not call.request.mask.uses_positions:
+        # Later queries of a text are not moved by padding before the keys, which are another text.
+        alone = _with_query_start(alone, origin + span.queries[0])
     if not window:
         alone, start = restore_dropped_keys(alone, start)
     if sample_spans.real_queries is not None:

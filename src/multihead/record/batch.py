@@ -1,17 +1,18 @@
 """Find the samples in an attention call on a batch, and slice each out of it without padding.
 
-A batch is recorded as it ran, and cut into samples when one of its samples is read (`RecordedBatch`). Recording keeps
-the quantities that the kernel measured (`kernels/parts.py`), and q and k as the layer computed them (`KeptRows`); until
-the batch is cut, q and k include padding. Statistics are computed from the measured quantities when a statistic is
-read, but at once if there are user-defined probes, whose functions may raise errors. q and k are copied at once where
-something else may write to them: a cache, the caller of a Hugging Face model's attention, any code if they are
-inference tensors; and where they are part of a larger tensor, which would stay in memory. Reading a kept tensor that
-was changed in place raises an error; the change is detected by the version counter of the tensor, as in autograd.
-Tables summarise the batch without cutting it, sample by sample over the same numbers in the same order, so that cutting
-changes no bit of a table. An earlier version cut each batch while recording it, and creating requests, masks, texts and
-small tensors per sample and layer took longer than the statistics. Since batches are cut later, recording 32 texts in 6
-layers takes a quarter of the earlier time, or two fifths if q and k are copied. The texts of a row are found when they
-are read. The call of a layer on a padded batch (8 x 512 tokens) takes 1.04 times as long as without
+A batch is recorded as it ran (`WaitingCall`), and its rows are put into the table of the layer when one of its samples
+is read. Recording keeps the quantities that the kernel measured (`kernels/parts.py`), and q and k as the layer computed
+them (`KeptRows`); until they are read, q and k include padding. Statistics are computed from the measured quantities
+when a statistic is read, but at once if there are user-defined probes, whose functions may raise errors. q and k are
+copied at once where something else may write to them: a cache, the caller of a Hugging Face model's attention, any code
+if they are inference tensors; and where they are part of a larger tensor, which would stay in memory. Reading a kept
+tensor that was changed in place raises an error; the change is detected by the version counter of the tensor, as in
+autograd.
+Tables summarise the batch as it waits, sample by sample over the same numbers in the same order, so that reading a
+sample changes no bit of a table. An earlier version cut each batch while recording it, and creating requests, masks,
+texts and small tensors per sample and layer took longer than the statistics. Since batches wait, recording 32 texts in
+6 layers takes a quarter of the earlier time, or two fifths if q and k are copied. The texts of a row are found when
+they are read. The call of a layer on a padded batch (8 x 512 tokens) takes 1.04 times as long as without
 recording, or 1.05 with q and k (medians of five runs); single runs are 1.03 to 1.07, since how often the C allocator
 returns memory to the system differs more than that. Most of the time that recording adds is the first execution of
 Python code after a kernel, whose data has filled the caches.
@@ -27,7 +28,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -46,67 +46,33 @@ from multihead.probes.probe import PartValues, Probe, Statistic
 from multihead.probes.statistics import statistic_from_parts
 from multihead.probes.tile import has_large_logsumexp
 from multihead.record.sample import SampleRecord
-from multihead.record.segments import ChunkedRows, Segment, copy_contiguous
-from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, TextRows
+from multihead.record.segments import Segment, copy_contiguous
+from multihead.record.text_rows import MeasuredRows, TextRows
+from multihead.record.text_table import TextTable
 from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import Bias, RelativeBias
 
-SLICING_LOCK = RLock()
-"""Lock for slicing samples out of a batch, because several threads may read a record."""
 
+def copy_rows(tensor: Tensor, places: Tensor | None, device: torch.device) -> Tensor:
+    """Return a copy of the rows of texts, (heads, rows, features), because a model may overwrite the tensor.
 
-@dataclass(frozen=True, eq=False)
-class BatchRows:
-    """Which rows of a tensor (batch, heads, rows, features) belong to samples; the other rows are padding.
-
-    Attributes:
-        spans: per sample [index in the batch, first row, row after the last row]; rows are numbered among the kept
-            rows.
-        row_indices: (kept rows,) int64, index of each kept row in the flattened (batch * rows); None if all rows are
-            kept.
+    Args:
+        tensor: (batch, heads, rows, features).
+        places: (rows of texts,) int64, their indices in the flattened (batch * rows), the other rows are padding; None
+            for all rows.
+        device: device of the copy.
     """
-
-    spans: list[list[int]]
-    row_indices: Tensor | None
-
-    @staticmethod
-    def from_spans(sample: Tensor, start: Tensor, stop: Tensor, *, batch: int, rows: int) -> BatchRows:
-        """Create a `BatchRows` from the range of rows of each sample.
-
-        Args:
-            sample: (samples,) int64, index of each sample in the batch.
-            start: (samples,) int64, first row of each sample.
-            stop: (samples,) int64, row after the last row of each sample.
-            batch: size of the tensor's first dimension.
-            rows: size of the tensor's third dimension.
-        """
-        lengths = stop - start
-        if int(lengths.sum()) == batch * rows:
-            return BatchRows(torch.stack([sample, start, stop], 1).tolist(), None)
-        end = lengths.cumsum(0)
-        spans = torch.stack([torch.zeros_like(end), end - lengths, end], 1).tolist()
-        return BatchRows(spans, concatenate_ranges(sample * rows + start, lengths))
-
-    def select_rows(self, tensor: Tensor) -> Tensor:
-        """Slice (batch, heads, rows, features) to the kept rows, (1, heads, kept, features), unless all are kept."""
-        if self.row_indices is None:
-            return tensor
-        # (batch * rows, heads * features): a view if the heads are contiguous in each row, as after a projection
-        flat = tensor.transpose(1, 2).flatten(0, 1).flatten(1)
-        tokens = flat.index_select(0, self.row_indices.to(tensor.device))
-        return tokens.view(len(tokens), tensor.shape[1], tensor.shape[3]).transpose(0, 1)[None]
-
-    def copy_rows(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Return a copy of the kept rows on `device`, because a model may overwrite the tensor; see `select_rows`."""
-        if self.row_indices is not None:
-            return self.select_rows(tensor.detach()).to(device)
+    tensor = tensor.detach()
+    if places is None and len(tensor) == 1:
         # A copy in the same layout copies contiguous memory, which is fastest.
-        return tensor.detach().to(device, copy=True) if tensor.stride(-1) == 1 else copy_contiguous(tensor, device)
-
-    def rows_of_sample(self, index: int, compact: Tensor) -> Tensor:
-        """Slice the rows of one sample, (1, heads, rows, features), from a result of `select_rows` or `copy_rows`."""
-        sample, start, stop = self.spans[index]
-        return compact[sample : sample + 1, :, start:stop]
+        return (tensor.to(device, copy=True) if tensor.stride(-1) == 1 else copy_contiguous(tensor, device))[0]
+    tokens = tensor.transpose(1, 2)  # (batch, rows, heads, features)
+    if places is None:
+        return copy_contiguous(tokens, device).flatten(0, 1).transpose(0, 1)
+    # (batch * rows, heads * features): a view if the heads are contiguous in each row, as after a projection
+    flat = tokens.flatten(0, 1).flatten(1)
+    chosen = flat.index_select(0, places.to(tensor.device)).to(device)
+    return chosen.view(len(chosen), tensor.shape[1], tensor.shape[3]).transpose(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,26 +82,26 @@ class KeptRows:
     Copying takes longer than measuring, and is not needed for tables of statistics.
 
     Attributes:
-        tensor: (batch, heads, rows_to_keep, features), or a copy that `BatchRows.copy_rows` returned.
-        rows_to_keep: returns which rows to keep; None if `tensor` is a copy.
+        tensor: (batch, heads, rows, features), or a copy that `copy_rows` returned.
+        places: returns which rows to keep, see `copy_rows`; None if `tensor` is a copy.
         version_when_kept: version counter of the tensor, which in-place writes increase.
         layer: name of the layer that computed the tensor.
     """
 
     tensor: Tensor
-    rows_to_keep: Callable[[], BatchRows] | None
+    places: Callable[[], Tensor | None] | None
     version_when_kept: int
     layer: str
 
     @staticmethod
     def keep(
-        tensor: Tensor, rows: Callable[[], BatchRows], device: torch.device, *, layer: str, fresh: bool
+        tensor: Tensor, places: Callable[[], Tensor | None], device: torch.device, *, layer: str, fresh: bool
     ) -> KeptRows:
         """Return the kept rows of a tensor, copied at once if something may write to the tensor later.
 
         Args:
             tensor: (batch, heads, rows, features).
-            rows: returns which rows to keep; called when the rows are copied.
+            places: returns which rows to keep, see `copy_rows`; called when the rows are copied.
             device: device of the kept rows.
             layer: name of the layer that computed the tensor.
             fresh: whether the layer computed the tensor for this call only, so that nothing writes to it later.
@@ -143,23 +109,23 @@ class KeptRows:
         # A view would keep its whole base in memory, and writes to inference tensors do not change their version.
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         if not fresh or not whole or type(tensor) is not Tensor or tensor.device != device or tensor.is_inference():
-            return KeptRows(rows().copy_rows(tensor, device), None, 0, layer)
-        return KeptRows(tensor.detach(), rows, tensor._version, layer)  # noqa: SLF001 - PyTorch documents it
+            return KeptRows(copy_rows(tensor, places(), device), None, 0, layer)
+        return KeptRows(tensor.detach(), places, tensor._version, layer)  # noqa: SLF001 - PyTorch documents it
 
     def read(self) -> Tensor:
-        """Return a copy of the kept rows, (1, heads, rows, features), or (batch, ...) if all rows are kept.
+        """Return a copy of the kept rows, (heads, rows, features).
 
         Raises:
             ModelError: the tensor was changed in place after the call.
         """
-        if self.rows_to_keep is None:
+        if self.places is None:
             return self.tensor
         if self.tensor._version != self.version_when_kept:  # noqa: SLF001
             raise ModelError(
                 f"Queries or keys of {self.layer} were changed in place after the layer computed them.",
                 "Change a copy of what its projections return, such as output.clone() in a hook.",
             )
-        return self.rows_to_keep().copy_rows(self.tensor, self.tensor.device)
+        return copy_rows(self.tensor, self.places(), self.tensor.device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a copy of the rows, because pickling does not preserve a tensor's version counter."""
@@ -226,16 +192,13 @@ class SampleSpans:
         return (self.span_ends[4] - self.span_ends[3]).view(-1, windows)
 
     @cached_property
-    def query_rows(self) -> BatchRows:
-        """The rows of q that belong to samples."""
-        shape = self.request.shape
-        return BatchRows.from_spans(*self.span_ends[:3], batch=shape.batch, rows=shape.query_length)
-
-    @cached_property
-    def key_rows(self) -> BatchRows:
-        """The rows of k that belong to samples."""
+    def key_places(self) -> Tensor | None:
+        """The rows of k that belong to samples, as in `TextRows.places`."""
         shape, (sample, _, _, start, stop) = self.request.shape, self.span_ends
-        return BatchRows.from_spans(sample, start, stop, batch=shape.batch, rows=shape.key_length)
+        lengths = stop - start
+        if int(lengths.sum()) == shape.batch * shape.key_length:
+            return None
+        return concatenate_ranges(sample * shape.key_length + start, lengths)
 
     @cached_property
     def sliceable(self) -> Sliceable:
@@ -390,10 +353,10 @@ def has_arrived() -> None:
 
 
 @dataclass(eq=False)
-class RecordedBatch:
-    """The first call of a batch of samples, from which the samples are sliced when one of them is read.
+class WaitingCall:
+    """The first call of a batch of texts, whose rows wait until a sample of its layer is read.
 
-    Slicing takes longer than recording, and tables need only statistics, which are computed when they are read.
+    Making samples takes longer than recording, and tables need only statistics, which are computed when they are read.
 
     Attributes:
         new_sample: function that creates an empty sample of the layer.
@@ -403,10 +366,9 @@ class RecordedBatch:
         parts: quantities that the kernel measured on the whole call, tensors on the CPU; statistics are computed from
             them.
         ids: token ids of the call.
-        probes: probes of the record, without functions when the statistics are computed; a statistic is computed for
-            each probe whose `Probe.parts` were measured.
-        q: queries in `sample_spans.query_rows`; None if only statistics are kept.
-        k: keys in `sample_spans.key_rows`; None if only statistics are kept.
+        probes: probes of the record; a statistic is computed for each whose `Probe.parts` were measured.
+        q: the queries of texts; None if only statistics are kept.
+        k: the keys of texts; None if only statistics are kept.
         windows: how many consecutive rows of the batch are windows of one sample.
         arrive: waits until `logsumexp` and `parts` have arrived from a GPU.
     """
@@ -423,26 +385,23 @@ class RecordedBatch:
     windows: int = 1
     arrive: Callable[[], None] = has_arrived
     _statistics: dict[str, Tensor] | None = None  # None until computed
-    _samples: list[SampleRecord] | None = None  # None until sliced out of the call
 
     @property
     def statistics(self) -> dict[str, Tensor]:
         """Statistics of the whole batch: name -> (batch, heads, queries), on the CPU."""
-        with SLICING_LOCK:
-            self.wait()
-            if self._statistics is None:
-                logsumexp = self.logsumexp.cpu()
-                parts = number_in_text(self.parts, self.sample_spans.key_starts_in_text(self.windows), logsumexp)
-                regular = bool((logsumexp > -torch.inf).all())
-                self._statistics = {
-                    probe.name: statistic_from_parts(probe, parts, logsumexp, all_rows_regular=regular)
-                    for probe in self.probes
-                    if isinstance(probe, Probe) and probe.parts <= parts.keys()
-                }
-                self.parts = {}
-                # Functions are not needed again, and another process may not be able to load them.
-                self.probes = tuple(probe.without_function() for probe in self.probes)
-            return self._statistics
+        self.wait()
+        measured = self.parts  # read first, because another thread frees them after it has computed the statistics
+        if self._statistics is None:
+            logsumexp = self.logsumexp.cpu()
+            parts = number_in_text(measured, self.sample_spans.key_starts_in_text(self.windows), logsumexp)
+            regular = bool((logsumexp > -torch.inf).all())
+            self._statistics = {
+                probe.name: statistic_from_parts(probe, parts, logsumexp, all_rows_regular=regular)
+                for probe in self.probes
+                if isinstance(probe, Probe) and probe.parts <= parts.keys()
+            }
+            self.parts = {}
+        return self._statistics
 
     def wait(self) -> None:
         """Wait until what was measured on a GPU has arrived."""
@@ -471,26 +430,10 @@ class RecordedBatch:
         values = {name: rows.select(value) for name, value in self.statistics.items()}
         return MeasuredRows(rows, sees, values, own={probe.name: probe for probe in self.probes})
 
-    def measured_samples(self) -> list[dict[str, MeasuredStatistic]]:
-        """Return the statistics of each sample."""
-        if self._samples is not None:  # further attention calls may have been appended to the samples
-            return [sample.measured() for sample in self._samples]
-        return self.measured().by_text(self.windows)
-
     @property
-    def num_samples(self) -> int:
-        """Number of samples."""
+    def num_texts(self) -> int:
+        """Number of texts."""
         return len(self.sample_spans.spans) // self.windows
-
-    @property
-    def samples(self) -> list[SampleRecord]:
-        """The samples without padding, sliced from the batch when first read."""
-        with SLICING_LOCK:
-            if self._samples is None:
-                self._samples = self._slice_samples()
-                self.q = self.k = None
-                self._statistics = {}  # freed, because with padding they may take twice the memory of the samples
-        return self._samples
 
     def slice_requests(self) -> None:
         """Slice the request of each sample, early if the mask has tensors, because the caller may change them."""
@@ -498,41 +441,30 @@ class RecordedBatch:
         if not sample_spans.requests:
             sample_spans.requests = [slice_request(self.request, span) for span in sample_spans.spans]
 
-    def _slice_samples(self) -> list[SampleRecord]:
-        self.wait()
-        sample_spans, rows = self.sample_spans, self.sample_spans.query_rows
+    def make_samples(self, table: TextTable, *, first: int) -> list[SampleRecord]:
+        """Append the rows to the table of the layer, where the first text has the number `first`; return the samples.
+
+        The windows of a text follow each other.
+        """
+        spans, rows, windows = self.sample_spans, self.sample_spans.text_rows, self.windows
         self.slice_requests()
-        logsumexp = rows.select_rows(self.logsumexp[..., None])
-        statistics = {name: rows.select_rows(value[..., None]) for name, value in self.statistics.items()}
-        samples = new_samples(self.new_sample, sample_spans, self.ids)
-        kept = None if self.q is None or self.k is None else (self.q.read(), self.k.read())
-        for index, (sample, request) in enumerate(zip(samples, sample_spans.requests, strict=True)):
-            if kept is not None:
-                sample.q = ChunkedRows(2, [rows.rows_of_sample(index, kept[0])])
-                sample.k = ChunkedRows(2, [sample_spans.key_rows.rows_of_sample(index, kept[1])])
-            sample.append_call(
-                # learned sinks differ between layers that share a mask
-                Segment(replace(request, sinks=self.request.sinks)),
-                rows.rows_of_sample(index, logsumexp)[..., 0],
-                {name: rows.rows_of_sample(index, value)[0, ..., 0] for name, value in statistics.items()},
-                None,
-            )
-        if self.windows > 1:
-            samples = [_join_windows(samples[at : at + self.windows]) for at in range(0, len(samples), self.windows)]
+        values = {name: rows.select(value) for name, value in self.statistics.items()}
+        samples = new_samples(self.new_sample, spans, self.ids)[::windows]
+        for text, sample in enumerate(samples, first):
+            sample.view_table(table, text, keeps_qk=self.q is not None)
+        for index, request in enumerate(spans.requests):
+            sample = samples[index // windows]
+            # learned sinks differ between layers that share a mask
+            segment = Segment(replace(request, sinks=self.request.sinks))
+            if index % windows:
+                segment = replace(segment, key_start=sample.num_keys, is_window=True)
+            sample.append_segment(segment)
+        texts = [first + index // windows for index in range(len(spans.spans))]
+        queries, keys = rows.ends.diff().tolist(), spans.key_lengths(1).flatten().tolist()
+        if self.k is not None:
+            table.k.append(self.k, list(zip(texts, keys, strict=True)))
+        table.append(list(zip(texts, queries, strict=True)), rows.select(self.logsumexp), values, self.q)
         return samples
-
-
-def _join_windows(windows: list[SampleRecord]) -> SampleRecord:
-    """Merge the windows of a sample into one sample, and return it."""
-    sample, *others = windows
-    for each in others:
-        segment = replace(each.segments[0], key_start=sample.num_keys, is_window=True)
-        if sample.k is not None and each.k is not None:
-            sample.k.add(each.k.all_rows())
-        sample.append_call(
-            segment, each.logsumexp.all_rows(), each.statistics, None if each.q is None else each.q.all_rows()
-        )
-    return sample
 
 
 def new_samples(

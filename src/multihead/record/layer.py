@@ -20,8 +20,8 @@ from multihead.kinds import KINDS, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.probes.probe import Statistic
 from multihead.record import notebook, summaries
-from multihead.record.batch import SLICING_LOCK, RecordedBatch
 from multihead.record.chance import ChanceCache, Progress
+from multihead.record.layer_texts import LayerTexts
 from multihead.record.notebook import number_with_noun
 from multihead.record.profiles import LayerKinds, LayerProfile, profile_of_samples
 from multihead.record.repeated import RepeatedTokens
@@ -39,10 +39,10 @@ class LayerRecord:
 
     Attributes:
         name: the layer's qualified name in the model, with "#2" and so on for further calls in one forward pass.
+        texts: the texts of the layer; without texts if only a summary is kept.
         running_summary: summary of all texts if observed with keep="summary", else None.
         number: index of the layer among all attention layers of the model, recorded or not, in the order of their first
             calls: L17 is the layer that `observe(layers=17)` selects.
-        batches: recorded batches whose samples are sliced when `samples` is read.
         alignment_heads: indices of the heads that the model declares as alignment heads (Whisper), ascending.
         repeated: attention of the heads on repeated random tokens; None if it was not measured.
         split: the heads and tokens of the layer that this rank computed; None if it computed all.
@@ -50,15 +50,14 @@ class LayerRecord:
     """
 
     name: str
-    _samples: list[SampleRecord] = field(default_factory=list)
+    texts: LayerTexts = field(default_factory=LayerTexts)
     running_summary: RunningSummary | None = None
     number: int = 0
-    batches: list[RecordedBatch] = field(default_factory=list)
     alignment_heads: tuple[int, ...] = ()
     repeated: RepeatedTokens | None = None
     split: LayerPartOfRank | None = None
     own_kinds: tuple[Kind, ...] = ()
-    _known_heads: int = 0  # number of query heads, of a layer whose batches had no text
+    _known_heads: int = 0  # number of query heads, of a layer whose calls had no text
 
     def __repr__(self) -> str:
         """Return one line: the number and name of the layer, and its numbers of heads and texts."""
@@ -85,28 +84,21 @@ class LayerRecord:
     @property
     def samples(self) -> list[SampleRecord]:
         """One sample per text, in the order in which the texts ran; empty if only a summary is kept."""
-        with SLICING_LOCK:
-            while self.batches:
-                self._known_heads = self.num_heads
-                self._samples += self.batches[0].samples
-                del self.batches[0]
-        return self._samples
+        return self.texts.samples
 
     @property
     def num_heads(self) -> int:
         """Number of query heads."""
         if self.running_summary is not None:
             return self.running_summary.num_heads
-        if self.batches:
-            return self.batches[0].request.shape.num_heads
-        return self._samples[0].num_heads if self._samples else self._known_heads
+        return self.texts.known[0].num_heads if self.texts.known else self._known_heads
 
     @property
     def num_samples(self) -> int:
         """Number of samples."""
         if self.running_summary is not None:
             return self.running_summary.num_samples
-        return sum((batch.num_samples for batch in self.batches), len(self._samples))
+        return self.texts.num_texts
 
     @property
     def has_kinds(self) -> bool:
@@ -170,10 +162,7 @@ class LayerRecord:
             found, heads = self.running_summary, self.num_heads
             left_out = torch.cat([torch.zeros(heads, dtype=torch.int64), found.sums.num_nonfinite])
             return found.summary(of, names) | repeated, left_out.view(-1, heads).amax(0)
-        with SLICING_LOCK:
-            measured = list(map(SampleRecord.measured, self._samples))
-            for batch in self.batches:
-                measured += batch.measured_samples()
+        measured = self.texts.measured_texts()
         if not measured:  # all batches were empty
             return repeated, torch.zeros(0, dtype=torch.int64)
         summary = summaries.summarise_samples(measured, of, names) | repeated

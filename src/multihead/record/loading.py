@@ -8,9 +8,11 @@ import math
 import os
 import re
 import sys
+from collections import ChainMap
+from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from multihead.kernels.parts import PartAxes
 from multihead.probes.catalogue import REPEAT_PROBES, probe_of_part, statistic
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordContents
+from multihead.record.layer_texts import LayerTexts
 from multihead.record.places import NO_PLACE, PlaceTable
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import (
@@ -36,10 +39,11 @@ from multihead.record.running_summary import (
 )
 from multihead.record.sample import OwnStatistics, SampleRecord
 from multihead.record.saving import FORMAT_NAME, FORMAT_VERSION, MAX_HEADER_BYTES, SAFETENSORS_NAMES
-from multihead.record.segments import ChunkedRows, Segment
+from multihead.record.segments import Segment
 from multihead.record.serialization import read_bias, read_mask
 from multihead.record.split import LayerPartOfRank, TokensOfRank, count_tokens
 from multihead.record.stored import HeadCache, StoredRows, bytes_of_tensor
+from multihead.record.text_table import RowsInTensor, RowsOfText
 from multihead.record.texts import GrowingText, Text
 
 MAX_COUNT = 1 << 40  # largest count without a tighter limit
@@ -198,8 +202,8 @@ def _read_without_mapping(target: str) -> tuple[dict[str, str], dict[str, Tensor
             continue  # a dtype that no record has
         if stop - first != math.prod(shape) * dtype.itemsize or begin + stop > parts.size:
             raise ValueError(f"{name} is not at the offset in the header.")
-        if name.endswith((".q", ".k")) and len(shape) == 4 and shape[0] == 1:
-            stored[name] = StoredRows(held, begin + first, shape, dtype)
+        if re.fullmatch(r"[0-9]+\.[0-9]+\.[qk]", name) and len(shape) in (3, 4) and shape[:-3] in ((), (1,)):
+            stored[name] = StoredRows(held, begin + first, (1, *shape[-3:]), dtype)
         else:
             tensors[name] = torch.empty(shape, dtype=dtype)
             parts.read_into(begin + first, bytes_of_tensor(tensors[name]))
@@ -227,14 +231,8 @@ def _record_of_metadata(
     heads, claimed, numbers = 0, set[str](), set[int]()
     for place, each in enumerate(_checked_type(data["layers"], list, "the layers")):
         name = _checked_type(_checked_type(each, dict, "a layer")["name"], str, "a layer's name")
-        samples = []
-        for one in _checked_type(each["samples"], list, "the samples"):
-            sample = _SampleReader(one, name, tensors, stored, texts, statistics)
-            # a sample is read only once: otherwise a small file could list one large sample many times
-            if sample.tensor_name() in claimed:
-                raise _InvalidValueError(f"two samples are called {sample.tensor_name()!r}")
-            claimed.add(sample.tensor_name())
-            samples.append(sample.read())
+        layer = _LayerInFile(name, tensors, stored, texts, statistics, claimed)
+        samples = _read_tables(each["tables"], layer) if version > 2 else _read_samples(each["samples"], layer)
         running_summary = (
             None
             if each["summed"] is None
@@ -247,7 +245,7 @@ def _record_of_metadata(
         if number in numbers:
             raise _InvalidValueError("two layers have the same number")
         numbers.add(number)
-        layers.append(LayerRecord(name, samples, running_summary, number))
+        layers.append(LayerRecord(name, LayerTexts(samples), running_summary, number))
         layers[-1].alignment_heads = _read_alignment_heads(each, layers[-1].num_heads)
         layers[-1].split = _read_layer_split(each.get("split"), layers[-1].num_heads)
         if any(one.split is not None and layers[-1].split is None for one in samples):
@@ -499,20 +497,125 @@ def _convert_patches(data: Any, tokens: int) -> PlaceTable:
     return PlaceTable.join([PlaceTable.without_places(tokens - len(patch)), image])
 
 
+class _LayerInFile(NamedTuple):
+    """What the samples of a layer are read from.
+
+    Attributes:
+        name: the name of the layer.
+        tensors: the tensors of the file by name.
+        stored: q and k by name, if they are read when they are needed.
+        texts: the texts of the file.
+        own: the statistics that are not built in.
+        claimed: the names of the samples or tables that were read before, of all layers.
+    """
+
+    name: str
+    tensors: MutableMapping[str, Tensor]
+    stored: dict[str, StoredRows]
+    texts: list[Text]
+    own: OwnStatistics
+    claimed: set[str]
+
+    def claim(self, name: Any) -> str:
+        """Return the name of a sample or table; each is read once, else a small file could list a large one often."""
+        if _checked_type(name, str, "a name") in self.claimed:
+            raise _InvalidValueError(f"{name!r} is listed twice")
+        self.claimed.add(name)
+        return str(name)
+
+
+def _read_samples(data: Any, layer: _LayerInFile) -> list[SampleRecord]:
+    """Read the samples of a layer from a file of version 1 or 2."""
+    readers = [_SampleReader(one, layer) for one in _checked_type(data, list, "the samples")]
+    for reader in readers:
+        layer.claim(reader.tensor_name())
+    return [reader.read() for reader in readers]
+
+
+def _read_tables(data: Any, layer: _LayerInFile) -> list[SampleRecord]:
+    """Read the tables of a layer, and return its samples in order."""
+    found: dict[int, SampleRecord] = {}
+    texts = 0
+    for each in _checked_type(data, list, "the tables"):
+        of_table = _TableReader(each, layer).read()
+        texts += len(of_table)
+        found |= of_table
+    if sorted(found) != list(range(texts)):
+        raise _InvalidValueError("the texts of a layer are not numbered from 0")
+    return [found[number] for number in range(texts)]
+
+
+class _TableReader:
+    """Reads the texts of a table, whose tensors have the rows of one text after those of another."""
+
+    def __init__(self, data: Any, layer: _LayerInFile) -> None:
+        self.data, self.layer = _checked_type(data, dict, "a table"), layer
+        self.name = layer.claim(self.data["name"])
+        self.statistics = _checked_type(self.data["statistics"], dict, "the statistics")
+        self.read_so_far = (0, 0, 0, 0)  # queries, keys, keys whose k is stored, calls
+
+    def read(self) -> dict[int, SampleRecord]:
+        """Return number in the layer -> sample."""
+        texts = _checked_type(self.data["texts"], list, "the texts of a table")
+        found = {}
+        for index, each in enumerate(texts):
+            text = _checked_type(each, dict, "a text of a table")
+            found[_checked_count(text["number"], "the number of a text")] = self.read_text(text, f"{self.name}.{index}")
+        if len(found) < len(texts):
+            raise _InvalidValueError("two texts of a layer have the same number")
+        for what, rows, axis, read in self.columns():
+            if tuple(rows.shape[axis : axis + 1]) != (self.read_so_far[read],):
+                raise _InvalidValueError(f"the rows of {what} are not those of the texts")
+        return found
+
+    def columns(self) -> Iterator[tuple[str, Tensor | StoredRows, int, int]]:
+        """Yield each tensor: its name, its rows, their axis, and what they count: an index in `read_so_far`."""
+        tensors = self.layer.tensors
+        yield "calls", tensors[self.data["calls"]], 0, 3
+        yield "logsumexp", tensors[f"{self.name}.logsumexp"], 1, 0
+        for name, place in self.statistics.items():
+            yield f"statistics.{name}", tensors[place], 1, 1 if statistic(name, self.layer.own).axes == "keys" else 0
+        if self.data["kept"]:
+            for part, counted in (("q", 0), ("k", 2)):
+                name = f"{self.name}.{part}"
+                stored = self.layer.stored.get(name)
+                yield (part, tensors[name], 1, counted) if stored is None else (part, stored, 2, counted)
+
+    def read_text(self, text: dict[str, Any], name: str) -> SampleRecord:
+        """Read one text, as a sample of a file of version 2 with this name, whose tensors are slices of the table's."""
+        counts = [_checked_count(each, "a number of rows", most=MAX_TOKENS) for each in text["rows"]]
+        if len(counts) != len(self.read_so_far):
+            raise _InvalidValueError(f"the rows of a text are {len(counts)} numbers")
+        tensors, stored = dict[str, Tensor](), dict[str, StoredRows]()
+        for part, rows, axis, read in self.columns():
+            first, stop = self.read_so_far[read], self.read_so_far[read] + counts[read]
+            if len(rows.shape) <= axis or stop > rows.shape[axis]:
+                raise _InvalidValueError(f"the rows of {part} are not those of the texts")
+            if isinstance(rows, StoredRows):
+                stored[f"{name}.{part}"] = rows.slice_rows(first, stop)
+                continue
+            sliced = rows.narrow(axis, first, counts[read])
+            tensors[f"{name}.{part}"] = sliced[None] if part in ("q", "k", "logsumexp") else sliced
+        first_query, first_key, first_held, first_call = self.read_so_far
+        self.read_so_far = (
+            first_query + counts[0],
+            first_key + counts[1],
+            first_held + counts[2],
+            first_call + counts[3],
+        )
+        maps = _checked_type(text.get("maps", {}), dict, "the maps")
+        places = {each: f"{name}.statistics.{each}" for each in self.statistics} | maps
+        own = {"name": name, "statistics": places, "calls": f"{name}.calls"}
+        layer = self.layer._replace(tensors=ChainMap(tensors, self.layer.tensors), stored=stored)
+        return _SampleReader({**self.data, **text, **own}, layer).read()
+
+
 class _SampleReader:
     """Reads one sample of a file, and checks every value."""
 
-    def __init__(
-        self,
-        data: Any,
-        name: str,
-        tensors: dict[str, Tensor],
-        stored: dict[str, StoredRows],
-        texts: list[Text],
-        own: OwnStatistics,
-    ) -> None:
+    def __init__(self, data: Any, layer: _LayerInFile) -> None:
         self.data = _checked_type(data, dict, "a sample")
-        self.name, self.tensors, self.stored, self.texts, self.own = name, tensors, stored, texts, own
+        self.name, self.tensors, self.stored, self.texts, self.own, _ = layer
         self.heads = _checked_count(self.data["heads"], "a number of heads", least=1, most=MAX_HEADS)
         self.kv_heads = _checked_count(self.data["kv_heads"], "a number of key/value heads", least=1, most=MAX_HEADS)
         self.head_dim = _checked_count(self.data["head_dim"], "a width", least=1, most=MAX_HEAD_DIM)
@@ -590,7 +693,7 @@ class _SampleReader:
     def read_tensors(self, one: SampleRecord, queries: int, keys: int) -> None:
         name = self.tensor_name()
         row = torch.float64 if self.dtype == torch.float64 else torch.float32
-        one.logsumexp.add(
+        one.logsumexp = RowsInTensor(
             _checked_tensor(self.tensors[f"{name}.logsumexp"], (1, self.heads, queries), "logsumexp", row)
         )
         if _checked_type(self.data["kept"], bool, "kept"):
@@ -600,10 +703,10 @@ class _SampleReader:
             if one.k.length < held:
                 raise _InvalidValueError(f"k has {one.k.length} keys of {held}")
 
-    def read_rows(self, name: str, shape: tuple[int | None, ...], what: str) -> ChunkedRows:
+    def read_rows(self, name: str, shape: tuple[int | None, ...], what: str) -> RowsOfText:
         stored = self.stored.get(name)
         if stored is None:
-            return ChunkedRows(2, [_checked_tensor(self.tensors[name], shape, what, self.dtype)])
+            return RowsInTensor(_checked_tensor(self.tensors[name], shape, what, self.dtype))
         _checked_tensor(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), shape, what, self.dtype)
         return stored
 

@@ -15,11 +15,13 @@ from multihead.kernels.call import AttentionRequest
 from multihead.masks import Mask
 from multihead.probes.catalogue import statistic
 from multihead.record.layer import LayerRecord, RecordContents
+from multihead.record.layer_texts import LayerTexts
 from multihead.record.running_summary import RunningSummary, StatisticSums, concatenate_moments
 from multihead.record.sample import SampleRecord
-from multihead.record.segments import ChunkedRows, Segment
+from multihead.record.segments import Segment
 from multihead.record.serialization import TensorStore, mask_as_json
 from multihead.record.split import IndexRange, JoinedRows, LayerPartOfRank, TensorPiece, count_tokens
+from multihead.record.text_table import RowsInTensor, RowsOfText
 from multihead.scores.bias import Bias, values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 
@@ -101,7 +103,7 @@ def _merge_tokens(splits: list[LayerPartOfRank], layers: list[LayerRecord]) -> L
         raise _mismatch_error(f"the sequence is split over {split.ranks} ranks, and these are {listed}")
     return replace(
         layer,
-        _samples=[_merge_sample_tokens(each) for each in zip(*(layer.samples for layer in layers), strict=True)],
+        texts=LayerTexts([_merge_sample_tokens(each) for each in zip(*(one.samples for one in layers), strict=True)]),
         split=_none_if_whole(split._replace(rank=0, ranks=1)),
         running_summary=_merge_summaries(layers, same_heads=True),
     )
@@ -124,9 +126,10 @@ def _merge_heads(layers: list[LayerRecord]) -> LayerRecord:
     # Several ranks may have the same key/value heads, which are taken from the first of these ranks.
     kv = list({split.kv_heads: index for index, split in reversed(list(enumerate(splits)))}.values())[::-1]
     whole = split._replace(heads=(0, split.num_heads), kv_heads=(0, split.num_kv_heads))
+    samples = [_merge_sample_heads(each, whole, kv) for each in zip(*(one.samples for one in layers), strict=True)]
     return replace(
         layers[0],
-        _samples=[_merge_sample_heads(each, whole, kv) for each in zip(*(x.samples for x in layers), strict=True)],
+        texts=LayerTexts(samples),
         split=_none_if_whole(whole),
         running_summary=_merge_summaries(layers, same_heads=False),
         alignment_heads=(),
@@ -183,7 +186,7 @@ def _merge_sample_tokens(ranks: Sequence[SampleRecord]) -> SampleRecord:
     pieces = [torch.arange(at, at + stop - start) + before[rank] for rank, (start, stop), at in of_queries]
     order = torch.cat([torch.arange(0), *pieces])  # of the queries of all ranks, rank after rank
     found = replace(first, split=None)
-    found.logsumexp = ChunkedRows(2, [torch.cat([each.logsumexp.all_rows() for each in ranks], 2)[:, :, order]])
+    found.logsumexp = RowsInTensor(torch.cat([each.logsumexp.all_rows() for each in ranks], 2)[:, :, order])
     if all(each.q is not None and each.k is not None for each in ranks):
         found.q = _join_rows([each.q for each in ranks], of_queries, shape.num_heads, shape.query_length, shape)
         found.k = _join_rows([each.k for each in ranks], of_keys, shape.num_kv_heads, shape.key_length, shape)
@@ -210,7 +213,7 @@ def _sort_ranges(of_ranks: list[tuple[IndexRange, ...]]) -> list[tuple[int, Inde
 
 
 def _join_rows(
-    rows: Sequence[ChunkedRows | None],
+    rows: Sequence[RowsOfText | None],
     places: list[tuple[int, IndexRange, int]],
     heads: int,
     length: int,
@@ -225,7 +228,7 @@ def _join_rows(
 
 
 def _check_same_text(ranks: Sequence[SampleRecord]) -> None:
-    known = [each.growing_key_text.ids.all_rows() for each in ranks if each.growing_key_text.ids is not None]
+    known = [each.growing_key_text.ids for each in ranks if each.growing_key_text.ids is not None]
     if any(not torch.equal(each, known[0]) for each in known):
         raise _mismatch_error("they read different texts")
 
@@ -239,7 +242,7 @@ def _merge_sample_heads(ranks: Sequence[SampleRecord], whole: LayerPartOfRank, k
     _check_same_text(ranks)
     found = replace(first)
     found.segments = [_merge_segment(each, whole) for each in zip(*(one.segments for one in ranks), strict=True)]
-    found.logsumexp = ChunkedRows(2, [torch.cat([each.logsumexp.all_rows() for each in ranks], 1)])
+    found.logsumexp = RowsInTensor(torch.cat([each.logsumexp.all_rows() for each in ranks], 1))
     if all(each.q is not None and each.k is not None for each in ranks):
         shape = found.segments[0].request.shape
         found.q = _stack_heads([each.q for each in ranks], shape.num_heads, shape)
@@ -250,7 +253,7 @@ def _merge_sample_heads(ranks: Sequence[SampleRecord], whole: LayerPartOfRank, k
     return found
 
 
-def _stack_heads(rows: Sequence[ChunkedRows | None], heads: int, shape: AttentionShape) -> JoinedRows:
+def _stack_heads(rows: Sequence[RowsOfText | None], heads: int, shape: AttentionShape) -> JoinedRows:
     pieces, first, length = [], 0, 0
     for source in rows:
         assert source is not None

@@ -33,11 +33,12 @@ from multihead.record.blocks import (
     sum_blocks,
 )
 from multihead.record.notebook import number_with_noun
-from multihead.record.segments import ChunkedRows, Segment, join_segments
+from multihead.record.segments import Segment, copy_contiguous, join_segments
 from multihead.record.split import TokensOfRank, count_tokens
 from multihead.record.summaries import SummaryName
 from multihead.record.table import head_rows
 from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, TextRows
+from multihead.record.text_table import RowsInTable, RowsInTensor, RowsOfText, TextTable, append_new_keys
 from multihead.record.texts import GrowingText, Text
 from multihead.scores.bias import values_of
 
@@ -69,14 +70,16 @@ class SampleRecord:
         split: tokens of this rank if a sequence is split over ranks, else None. In a split sample `q`, `logsumexp` and
             the statistics are for the rank's queries, and `k` has the rank's keys.
         own: the statistics that are not built in.
+        table: the table of the layer, of whose rows the sample is a view; None if it has tensors of its own.
+        text_in_table: number of the text in the table.
     """
 
     name: str
     map_size: int
     map_pool: PoolOperation = "mean"
-    logsumexp: ChunkedRows = field(default_factory=lambda: ChunkedRows(2))
-    q: ChunkedRows | None = None
-    k: ChunkedRows | None = None
+    logsumexp: RowsOfText = field(default_factory=RowsOfText)
+    q: RowsOfText | None = None
+    k: RowsOfText | None = None
     segments: list[Segment] = field(default_factory=list)
     calls: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
     cross_attention: bool = False
@@ -84,11 +87,22 @@ class SampleRecord:
     growing_query_text: GrowingText = field(default_factory=GrowingText)
     split: TokensOfRank | None = None
     own: OwnStatistics = field(default_factory=OwnStatistics)
-    _per_query: dict[str, ChunkedRows] = field(default_factory=dict)  # (heads, queries) each
+    table: TextTable | None = None
+    text_in_table: int = 0
+    _per_query: dict[str, Tensor] | None = None  # (heads, queries) each; None: those of the table
     _per_key: dict[str, Tensor] = field(default_factory=dict)  # (heads, keys) each, over all calls
     _maps: dict[str, Tensor] = field(default_factory=dict)  # (heads, rows, columns) each
     _calls_of_maps: int = 0  # number of calls that the maps are of
     _later: Callable[[SampleRecord], dict[str, Tensor]] | None = None  # see `measure_later`
+    _added: dict[str, Tensor] = field(default_factory=dict)  # the statistics that were measured later
+    _left_out: Set[str] = frozenset()  # names of statistics per query
+
+    def view_table(self, table: TextTable, text: int, *, keeps_qk: bool) -> SampleRecord:
+        """Make the sample a view of the rows of a text in a table, and return it."""
+        self.table, self.text_in_table, self.logsumexp = table, text, RowsInTable(table.logsumexp, text)
+        if keeps_qk:
+            self.q, self.k = RowsInTable(table.q, text), RowsInTable(table.k, text)
+        return self
 
     @property
     def num_heads(self) -> int:
@@ -177,8 +191,11 @@ class SampleRecord:
         """Statistics with one number per query: name -> (heads, queries)."""
         if self._later is not None:
             later, self._later = self._later, None
-            self._per_query |= {name: ChunkedRows(1, [values]) for name, values in later(self).items()}
-        return {name: rows.all_rows() for name, rows in self._per_query.items()}
+            self._added |= later(self)
+        found = self._per_query
+        if found is None:
+            found = {} if self.table is None else self.table.statistics_of(self.text_in_table)
+        return {name: values for name, values in found.items() if name not in self._left_out} | self._added
 
     def measure_later(
         self, measure: Callable[[SampleRecord], dict[str, Tensor]] | None, *, without: Set[str] = frozenset()
@@ -189,8 +206,8 @@ class SampleRecord:
             measure: returns name -> (heads, queries); None adds nothing.
             without: names of statistics that are left out.
         """
-        self._later = measure
-        self._per_query = {name: rows for name, rows in self._per_query.items() if name not in without}
+        self._later, self._left_out = measure, self._left_out | without
+        self._added = {name: values for name, values in self._added.items() if name not in without}
 
     @property
     def means(self) -> dict[str, Tensor]:
@@ -225,46 +242,51 @@ class SampleRecord:
 
     def set_statistics(self, statistics: dict[str, Tensor]) -> None:
         """Replace all statistics of the sample, which are over all its calls."""
+        self._per_query, self._per_key, self._maps = self._divide_by_axes(statistics)
+        self._calls_of_maps, self._added, self._left_out = len(self.calls), {}, frozenset()
+
+    def _divide_by_axes(self, statistics: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
+        """Divide statistics by their axes: those per query, those per key, and maps."""
         by_axes: dict[str, dict[str, Tensor]] = {"queries": {}, "keys": {}, "map": {}}
         for name, value in statistics.items():
             by_axes[statistic(name, self.own).axes][name] = value
-        self._per_query = {name: ChunkedRows(1, [value]) for name, value in by_axes["queries"].items()}
-        self._per_key, self._maps, self._calls_of_maps = by_axes["keys"], by_axes["map"], len(self.calls)
+        return tuple(by_axes.values())
 
-    def append_call(self, segment: Segment, logsumexp: Tensor, statistics: dict[str, Tensor], q: Tensor | None) -> None:
-        """Append an attention call that continues the sample's previous calls; the caller appends the new keys to `k`.
-
-        Args:
-            segment: the call; its `row_start` is set here.
-            logsumexp: (1, heads, queries).
-            statistics: statistics of the call.
-            q: (1, heads, queries, head_dim); None if only statistics are kept, or the caller sets `q`.
-        """
-        first = not self.calls
-        segment = replace(segment, row_start=self.logsumexp.length)
+    def append_segment(self, segment: Segment) -> None:
+        """Append an attention call whose rows are appended to the table."""
+        segment = replace(segment, row_start=self.segments[-1].row_stop if self.segments else 0)
         self.calls.append(((segment.row_start, segment.row_stop), (segment.key_start, segment.key_stop)))
         both = join_segments(self.segments[-1], segment) if self.segments else None
         if both is None:
             self.segments.append(segment)
         else:
             self.segments[-1] = both
-        self.logsumexp.add(logsumexp)
-        if self.q is not None and q is not None:
-            self.q.add(q)
+
+    def append_call(self, call: RecordedCall) -> None:
+        """Append an attention call that continues the sample's previous calls, and its rows to the table.
+
+        Of its keys those are appended, as a copy, that are new to the text.
+        """
+        assert self.table is not None
+        text, first = self.text_in_table, not self.calls
+        if self.k is not None and call.k is not None:
+            append_new_keys(self.table.k, text, call.k[0], start=call.key_start, device=call.logsumexp.device)
+        self.append_segment(call.segment)
+        q, statistics = None if self.q is None or call.q is None else call.q[0], call.statistics
         if first:
-            self.set_statistics(statistics)
-            return
-        # A statistic that was not measured in one call is dropped for the whole sample.
-        self._per_query = {name: rows for name, rows in self._per_query.items() if name in statistics}
-        for name, rows in self._per_query.items():
-            rows.add(statistics[name])
-        self._maps = {name: value for name, value in self._maps.items() if name in statistics}
-        names = [name for name in self._per_key if name in statistics]
-        received: dict[PartName, Tensor] = {}
-        if RECEIVED.name in names:
-            more = statistics[str(RECEIVED.name)]
-            received[RECEIVED.name] = add_received_weights(self._per_key[str(RECEIVED.name)], more, segment.key_start)
-        self._per_key = self._computed_from(received, names)
+            per_query, self._per_key, self._maps = self._divide_by_axes(statistics)
+            self._calls_of_maps = 1
+        else:
+            # A statistic that was not measured in one call is dropped for the whole sample.
+            per_query = {name: statistics[name] for name in self.table.names_of(text) if name in statistics}
+            self._maps = {name: value for name, value in self._maps.items() if name in statistics}
+            names = [name for name in self._per_key if name in statistics]
+            received: dict[PartName, Tensor] = {}
+            if (name := str(RECEIVED.name)) in names:
+                total, more = self._per_key[name], statistics[name]
+                received[RECEIVED.name] = add_received_weights(total, more, call.segment.key_start)
+            self._per_key = self._computed_from(received, names) if names else {}
+        self.table.append([(text, call.logsumexp.shape[2])], call.logsumexp[0], per_query, q)
 
     def join_queries(self, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Join statistics of this text, measured on different queries of it, in the order of these.
@@ -312,8 +334,8 @@ class SampleRecord:
         alone = SampleRecord(
             self.name, self.map_size, self.map_pool, cross_attention=self.cross_attention, own=self.own
         )
-        alone.logsumexp.add(self.logsumexp.rows_between(*rows))
-        alone.q = None if self.q is None else ChunkedRows(2, [self.q.rows_between(*rows)])
+        alone.logsumexp = RowsInTensor(self.logsumexp.rows_between(*rows))
+        alone.q = None if self.q is None else RowsInTensor(self.q.rows_between(*rows))
         alone.k = self.k
         alone.segments, alone.calls = (
             [replace(segment.slice_rows_and_keys(rows, keys), row_start=0)],
@@ -325,7 +347,7 @@ class SampleRecord:
         alone.growing_query_text = GrowingText.from_text(
             self.growing_query_text.text(self.num_queries).slice_tokens(*rows)
         )
-        alone._per_query = {name: ChunkedRows(1, [each.rows_between(*rows)]) for name, each in self._per_query.items()}
+        alone._per_query = {name: each[:, slice(*rows)] for name, each in self.per_query.items()}
         if len(self.calls) == 1:
             alone._per_key, alone._maps, alone._calls_of_maps = dict(self._per_key), dict(self._maps), 1
         return alone
@@ -547,6 +569,32 @@ class SampleRecord:
             row[:, :, place : place + each.shape[2]] = each
             whole.append(row)
         return torch.cat(whole, 1)[:, :, ::key_step]
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedCall:
+    """A call of one text, as a record keeps it.
+
+    Attributes:
+        segment: the call, without tensors.
+        logsumexp: (1, heads, queries), nats.
+        statistics: statistics of the call.
+        q: (1, heads, queries, head_dim); None if only statistics are kept.
+        k: (1, kv_heads, keys, head_dim), the keys of the call from `key_start` on, which a cache may overwrite later;
+            None if only statistics are kept.
+        key_start: index of the first of these keys in the text.
+    """
+
+    segment: Segment
+    logsumexp: Tensor
+    statistics: dict[str, Tensor]
+    q: Tensor | None
+    k: Tensor | None
+    key_start: int
+
+    def with_own_keys(self) -> RecordedCall:
+        """Return the call with a copy of its keys, to be appended later."""
+        return replace(self, k=None if self.k is None else copy_contiguous(self.k, self.logsumexp.device))
 
 
 def add_received_weights(total: Tensor, more: Tensor, start: int) -> Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from multihead.errors import ArgumentError, DtypeError, InputError
 from multihead.errors.given import check_path
 from multihead.errors.optional import require
 from multihead.files import check_writable, open_atomically
-from multihead.probes.catalogue import REPEAT_PROBES
+from multihead.probes.catalogue import REPEAT_PROBES, statistic
 from multihead.probes.probe import Probe
 from multihead.record.layer import RecordContents, empty_layer_error
 from multihead.record.places import PlaceTable
@@ -23,12 +25,12 @@ from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Segment
-from multihead.record.serialization import TensorStore, bias_as_json, mask_as_json
+from multihead.record.serialization import JoinedParts, TensorStore, bias_as_json, mask_as_json
 from multihead.record.texts import Text
 from multihead.scores.bias import values_of
 
 FORMAT_NAME = "multihead record"
-FORMAT_VERSION = 2  # version 2 changed the histogram bins of running summaries
+FORMAT_VERSION = 3  # 2: other histogram bins of running summaries; 3: one table per layer instead of tensors per text
 MAX_HEADER_BYTES = 100_000_000  # bytes; safetensors rejects longer headers
 SAFETENSORS_NAMES = {
     torch.bool: "BOOL",
@@ -55,7 +57,8 @@ def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "a
     target = os.fspath(file)
     check_writable([target])
     require("safetensors", purpose="Saving a record", extra="view")
-    data, tensors = record_as_json(record, keep=keep)
+    data, store = record_as_json(record, keep=keep)
+    tensors: dict[str, Tensor | JoinedParts] = {**store.by_name, **store.joined}
     for name, tensor in tensors.items():
         if tensor.dtype not in SAFETENSORS_NAMES:
             raise DtypeError(
@@ -63,7 +66,7 @@ def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "a
             )
     metadata = {"format": FORMAT_NAME, "version": str(FORMAT_VERSION), "id": record.id, "record": data}
     # The widest dtypes come first, so that each tensor starts at a multiple of its item size.
-    named = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))
+    named = sorted(tensors.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))
     header = safetensors_header(named, metadata)
     if len(header) > MAX_HEADER_BYTES:
         raise InputError(
@@ -74,15 +77,15 @@ def save(record: RecordContents, file: str | os.PathLike[str], *, keep: str = "a
     with open_atomically(target) as opened:
         opened.write(header)
         for _, tensor in named:
-            opened.write(_little_endian_bytes(tensor))
+            opened.write(_little_endian_bytes(tensor if isinstance(tensor, Tensor) else tensor.read()))
 
 
-def safetensors_header(named: list[tuple[str, Tensor]], metadata: dict[str, str]) -> bytes:
+def safetensors_header(named: Sequence[tuple[str, Tensor | JoinedParts]], metadata: dict[str, str]) -> bytes:
     """Return the header of a safetensors file: 8 bytes with its length, then JSON with the offsets of each tensor."""
     data: dict[str, Any] = {"__metadata__": metadata}
     place = 0
     for name, tensor in named:
-        offsets = [place, place := place + tensor.nbytes]
+        offsets = [place, place := place + math.prod(tensor.shape) * tensor.dtype.itemsize]
         data[name] = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -96,23 +99,20 @@ def _little_endian_bytes(tensor: Tensor) -> memoryview:
     return whole.view(_INTEGER_DTYPE_BY_SIZE[size]).numpy().astype(np.dtype(f"<i{size}"), copy=False).data
 
 
-def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str, Tensor]]:
+def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, TensorStore]:
     """Convert a record to JSON text, and the tensors to which the JSON refers by name."""
     tensors, texts = TensorStore(), _StoredTexts()
     layers = []
-    places = {}
+    places: dict[int, tuple[int, int]] = {}
     for index, layer in enumerate(record.layers):
-        samples = []
-        for number, one in enumerate(layer.samples):
-            places[id(one)] = (index, number)
-            samples.append(_sample_as_json(one, tensors, texts, f"{index}.{number}", kept=keep == "all"))
-        if not samples and layer.running_summary is None:
+        places |= {id(one): (index, number) for number, one in enumerate(layer.samples)}
+        if not layer.samples and layer.running_summary is None:
             raise empty_layer_error(layer.name)
         running_summary = _summary_as_json(layer.running_summary, tensors, index)
         data = {
             "name": layer.name,
             "number": layer.number,
-            "samples": samples,
+            "tables": _tables_as_json(layer.samples, tensors, texts, str(index), kept=keep == "all"),
             "summed": running_summary,
             "repeated": _repeated_tokens_as_json(layer.repeated, tensors, index),
         }
@@ -149,7 +149,7 @@ def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, dict[str,
         data["parts"] = parts
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # A token may be half of a surrogate pair, which UTF-8 cannot encode but JSON can, as \\ud83d.
-    return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors.by_name
+    return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors
 
 
 def _summary_as_json(running_summary: RunningSummary | None, tensors: TensorStore, layer: int) -> dict[str, Any] | None:
@@ -235,40 +235,99 @@ def _boxes_as_json(boxes: PlaceTable, tensors: TensorStore, name: str) -> dict[s
     return {each.name: tensors.add_tensor(f"{name}.{each.name}", getattr(boxes, each.name)) for each in fields(boxes)}
 
 
-def _sample_as_json(
-    one: SampleRecord, tensors: TensorStore, texts: _StoredTexts, name: str, *, kept: bool
+def _tables_as_json(
+    samples: Sequence[SampleRecord], tensors: TensorStore, texts: _StoredTexts, name: str, *, kept: bool
+) -> list[dict[str, Any]]:
+    """Convert the texts of a layer to JSON: one table, unless texts differ in their dtype or in their statistics."""
+    alike: dict[str, tuple[dict[str, Any], list[_SavedText]]] = {}
+    for number, one in enumerate(samples):
+        text = _SavedText(number, one, one.statistics)
+        common = text.common(kept=kept)
+        alike.setdefault(json.dumps([common, [*text.rows]]), (common, []))[1].append(text)
+    return [
+        _table_as_json(common, of_table, tensors, texts, f"{name}.{number}")
+        for number, (common, of_table) in enumerate(alike.values())
+    ]
+
+
+class _SavedText(NamedTuple):
+    """A text of a table: its place in the layer, its sample and the statistics of the sample."""
+
+    number: int
+    sample: SampleRecord
+    statistics: dict[str, Tensor]
+
+    def common(self, *, kept: bool) -> dict[str, Any]:
+        """Return what the texts of a table have in common."""
+        one, shape = self.sample, self.sample.segments[0].request.shape
+        return {
+            "heads": shape.num_heads,
+            "kv_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "value_dim": shape.value_dim,
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "map_size": one.map_size,
+            "map_pool": one.map_pool,
+            "kept": kept and one.q is not None,
+            "crosses": one.cross_attention,
+        }
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """The statistics with a number per query or per key: name -> dtype."""
+        found = self.statistics.items()
+        return {name: str(value.dtype) for name, value in found if statistic(name, self.sample.own).axes != "map"}
+
+
+def _table_as_json(
+    common: dict[str, Any], of_table: list[_SavedText], tensors: TensorStore, texts: _StoredTexts, name: str
 ) -> dict[str, Any]:
-    shape = one.segments[0].request.shape
-    kept = kept and one.q is not None
-    if one.q is not None and one.k is not None and kept:
-        tensors.add_tensor(f"{name}.q", one.q.all_rows())
-        tensors.add_tensor(f"{name}.k", one.k.all_rows())
-    tensors.add_tensor(f"{name}.logsumexp", one.logsumexp.all_rows())
-    statistics = one.statistics
-    split = {} if one.split is None else {"split": [list(map(list, each)) for each in one.split]}
-    return split | {
+    """Convert a table to JSON; its tensors have the rows of the texts one after another, (heads, rows, ...)."""
+    samples = [text.sample for text in of_table]
+    if common["kept"]:
+        tensors.add_rows(f"{name}.q", [one.q.all_rows()[0] for one in samples if one.q is not None])
+        tensors.add_rows(f"{name}.k", [one.k.all_rows()[0] for one in samples if one.k is not None])
+    tensors.add_rows(f"{name}.logsumexp", [one.logsumexp.all_rows()[0] for one in samples])
+    calls = [(*rows, *keys) for one in samples for rows, keys in one.calls]
+    statistics = {
+        key: tensors.add_rows(f"{name}.statistics.{key}", [text.statistics[key] for text in of_table])
+        for key in of_table[0].rows
+    }
+    return common | {
         "name": name,
-        "heads": shape.num_heads,
-        "kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "value_dim": shape.value_dim,
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "map_size": one.map_size,
-        "map_pool": one.map_pool,
-        "kept": kept,
-        "crosses": one.cross_attention,
+        "statistics": statistics,
+        "calls": tensors.add_tensor(f"{name}.calls", torch.tensor(calls, dtype=torch.int64).reshape(-1, 4)),
+        "texts": [
+            _text_as_json(text, tensors, texts, f"{name}.{index}", kept=common["kept"])
+            for index, text in enumerate(of_table)
+        ],
+    }
+
+
+def _text_as_json(
+    text: _SavedText, tensors: TensorStore, texts: _StoredTexts, name: str, *, kept: bool
+) -> dict[str, Any]:
+    one = text.sample
+    data: dict[str, Any] = {
+        "number": text.number,
         "text": texts.add_text(one.text),
         "query_text": texts.add_text(one.query_text) if one.cross_attention else None,
-        "statistics": {key: tensors.add_tensor(f"{name}.statistics.{key}", value) for key, value in statistics.items()},
         "pieces": [
             _segment_as_json(segment, tensors, f"{name}.{index}", kept=kept)
             for index, segment in enumerate(one.segments)
         ],
-        "calls": tensors.add_tensor(
-            f"{name}.calls",
-            torch.tensor([(*rows, *keys) for rows, keys in one.calls], dtype=torch.int64).reshape(-1, 4),
-        ),
+        "rows": [one.num_queries, one.num_keys, 0 if one.k is None else one.k.length, len(one.calls)],
     }
+    maps = {
+        key: tensors.add_tensor(f"{name}.statistics.{key}", value)
+        for key, value in text.statistics.items()
+        if key not in text.rows
+    }
+    if maps:
+        data["maps"] = maps
+    if one.split is not None:
+        data["split"] = [list(map(list, each)) for each in one.split]
+    return data
 
 
 def _segment_as_json(segment: Segment, tensors: TensorStore, name: str, *, kept: bool) -> dict[str, Any]:

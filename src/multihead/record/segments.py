@@ -1,4 +1,4 @@
-"""Segments of a sample (an attention call, or several merged calls), and tensors to which calls append rows.
+"""Segments of a sample: an attention call, or several merged calls.
 
 A window or image of a sample is a segment (`Segment.is_window`) that is measured as a separate call: positions begin at
 0 in each window, its first key counts as the first key, and chance levels are measured per window. Windows are recorded
@@ -9,16 +9,12 @@ multiple of the batch of the innermost Hugging Face model (`rows_per_sample`), n
 and consecutive rows belong to one sample. In models that are not from Hugging Face each row of a call's batch is a
 sample, because the first axis of the model's inputs need not be the batch.
 
-A sample stores q, k, logsumexp and statistics as tensors that grow by rows; keys are not repeated for the heads that
-share them. The samples of a batch share copies of q and k.
-
 A record keeps the sinks of a call, because its weights are divided by their own sum. Files of earlier versions have no
 sinks: the logsumexp that they store includes the weight of the sinks, and is used unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,62 +23,6 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.masks import Causal, Mask
 from multihead.probes.tile import RowLogsumexps
-
-
-class ChunkedRows:
-    """A tensor to which chunks can be appended along one axis.
-
-    Chunks are concatenated when they are read, not when they are added, so that cached decoding copies each row only
-    once.
-
-    Args:
-        axis: axis along which chunks are appended.
-        chunks: the first chunks.
-    """
-
-    __slots__ = ("_chunks", "_length", "axis")
-
-    def __init__(self, axis: int, chunks: Iterable[Tensor] = ()) -> None:
-        """Start with some chunks; does little work, because each sample creates a dozen objects of this class."""
-        self.axis = axis
-        self._chunks = list(chunks)
-        self._length = 0
-        for chunk in self._chunks:
-            self._length += chunk.shape[axis]
-
-    @property
-    def length(self) -> int:
-        """Number of rows."""
-        return self._length
-
-    @property
-    def has_chunks(self) -> bool:
-        """Whether a chunk was added, even one without rows."""
-        return bool(self._chunks)
-
-    def add(self, chunk: Tensor) -> None:
-        """Append a chunk."""
-        self._chunks.append(chunk)
-        self._length += chunk.shape[self.axis]
-
-    def all_rows(self) -> Tensor:
-        """Return all rows as one tensor."""
-        if len(self._chunks) > 1:
-            self._chunks = [torch.cat(self._chunks, self.axis)]
-        return self._chunks[0]
-
-    def rows_between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
-        """Return the rows [start, stop); subclasses may leave heads that are not in `heads` undefined (None: all)."""
-        return self.all_rows().narrow(self.axis, start, max(min(stop, self.length) - start, 0))
-
-
-def append_new_keys(rows: ChunkedRows, k: Tensor, *, start: int, device: torch.device) -> None:
-    """Append the new keys of `k`, (1, kv_heads, keys, head_dim), to `rows`; its first key has the index `start`."""
-    missing = start - rows.length
-    if missing > 0:  # zeros for the keys that a cache dropped, which the mask of this call hides
-        rows.add(torch.zeros(*k.shape[:2], missing, k.shape[3], dtype=k.dtype, device=device))
-    if start + k.shape[2] > rows.length or not rows.has_chunks:  # also without new keys: the shape becomes known
-        rows.add(copy_contiguous(k[:, :, rows.length - start :], device))
 
 
 def copy_contiguous(tensor: Tensor, device: torch.device) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from multihead.errors import InputError, MaskError, MultiheadError
@@ -22,15 +24,39 @@ MAX_MASKS = 1000
 _MAX_SHOWN_LENGTH = 200  # largest number of characters of a mask or a value in an error message
 
 
+@dataclass(frozen=True, eq=False)
+class JoinedParts:
+    """A tensor of a file whose parts, (heads, rows, ...), are concatenated when they are written, row after row."""
+
+    parts: Sequence[Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        heads, _, *others = self.parts[0].shape
+        return heads, sum(part.shape[1] for part in self.parts), *others
+
+    def read(self) -> Tensor:
+        """Return the tensor."""
+        return self.parts[0] if len(self.parts) == 1 else torch.cat([part.cpu() for part in self.parts], 1)
+
+
 @dataclass(eq=False)
 class TensorStore:
     """Collects tensors by name for a file; a tensor that is added twice is stored once.
 
     Attributes:
         by_name: name -> tensor.
+        joined: name -> tensor in parts.
     """
 
     by_name: dict[str, Tensor] = field(default_factory=dict)
+    joined: dict[str, JoinedParts] = field(default_factory=dict)
     _name_of_tensor: dict[tuple[object, ...], str] = field(default_factory=dict)
     _referenced_tensors: list[Tensor] = field(
         default_factory=list
@@ -45,6 +71,11 @@ class TensorStore:
         self._name_of_tensor[key] = name
         self._referenced_tensors.append(tensor)
         self.by_name[name] = tensor
+        return name
+
+    def add_rows(self, name: str, parts: Sequence[Tensor]) -> str:
+        """Add a tensor with the rows of several texts, (heads, rows, ...) each, and return its name."""
+        self.joined[name] = JoinedParts(parts)
         return name
 
 
@@ -131,7 +162,7 @@ def bias_as_json(bias: Bias | None, tensors: TensorStore, name: str) -> dict[str
     return {"kind": "Tensor", "tensor": tensors.add_tensor(name, bias)}
 
 
-def read_mask(data: object, tensors: dict[str, Tensor]) -> Mask:
+def read_mask(data: object, tensors: Mapping[str, Tensor]) -> Mask:
     """Read a mask from JSON of `mask_as_json`; a mask whose class is not defined here becomes an `UnknownMask`.
 
     Raises:
@@ -146,7 +177,7 @@ def read_mask(data: object, tensors: dict[str, Tensor]) -> Mask:
 class _MaskReader:
     """Reads one mask from JSON, and limits the number of masks that it combines."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
         self.count = 0
 
@@ -187,7 +218,7 @@ class _MaskReader:
         return data
 
 
-def read_bias(data: Any, tensors: dict[str, Tensor]) -> Bias | None:
+def read_bias(data: Any, tensors: Mapping[str, Tensor]) -> Bias | None:
     """Read a bias from JSON of `bias_as_json`.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from multihead.record.segments import ChunkedRows
+from multihead.record.text_table import RowsOfText
 
 IndexRange = tuple[int, int]  # [first, stop)
 
@@ -83,13 +83,13 @@ class TensorPiece(NamedTuple):
         heads: range of heads in the joined tensor; `source_tensor` has exactly these heads.
     """
 
-    source_tensor: ChunkedRows
+    source_tensor: RowsOfText
     source_rows: IndexRange
     first_row: int
     heads: IndexRange
 
 
-class JoinedRows(ChunkedRows):
+class JoinedRows(RowsOfText):
     """A tensor (1, heads, rows, width) that is joined from other tensors, which are read when needed.
 
     Args:
@@ -100,12 +100,11 @@ class JoinedRows(ChunkedRows):
         dtype: dtype of the tensor.
     """
 
-    __slots__ = ("_newest_result", "_size", "pieces")
+    __slots__ = ("_length", "_newest_result", "_size", "pieces")
 
     def __init__(
         self, pieces: Sequence[TensorPiece], *, heads: int, length: int, width: int, dtype: torch.dtype
     ) -> None:
-        super().__init__(2)
         self.pieces = tuple(pieces)
         self._length = length
         self._size = heads, width, dtype
@@ -113,17 +112,9 @@ class JoinedRows(ChunkedRows):
         self._newest_result: tuple[object, Tensor] | None = None
 
     @property
-    def has_chunks(self) -> bool:
-        """True, because a joined tensor has a shape even without rows."""
-        return True
-
-    def add(self, chunk: Tensor) -> None:
-        """Raise TypeError, because nothing can be appended to a joined tensor."""
-        raise TypeError("Rows cannot be appended to a joined tensor.")
-
-    def all_rows(self) -> Tensor:
-        """Return all heads and rows as one tensor."""
-        return self.rows_between(0, self._length)
+    def length(self) -> int:
+        """Number of rows."""
+        return self._length
 
     def rows_between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
         """Return the rows [start, stop); heads that are not in `heads` are undefined (None: all are defined)."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from multihead.files import RandomAccessFile
-from multihead.record.segments import ChunkedRows
+from multihead.record.text_table import RowsOfText
 
 MAX_CACHED_BYTES = 1 << 30
 """Largest number of bytes of q and k of one record in memory; a single tensor may take more. The least recently used
@@ -47,7 +47,7 @@ class HeadCache:
             self.least_recent_first.popitem(last=False)[0].drop_cached_heads()
 
 
-class StoredRows(ChunkedRows):
+class StoredRows(RowsOfText):
     """A tensor (1, heads, rows, width) in a file; reading raises InputError if the file has changed.
 
     Args:
@@ -55,31 +55,41 @@ class StoredRows(ChunkedRows):
         place: offset of the tensor in the file, bytes.
         shape: shape of the tensor.
         dtype: dtype of the tensor.
+        head_bytes: number of bytes from one head to the next one in the file; None if each head follows the other.
     """
 
-    def __init__(self, cache: HeadCache, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        super().__init__(2)
+    def __init__(
+        self,
+        cache: HeadCache,
+        place: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        head_bytes: int | None = None,
+    ) -> None:
         self.cache, self.place, self.shape, self.dtype = cache, place, shape, dtype
-        self._length = shape[2]
         self._size = math.prod(shape[2:]) * dtype.itemsize  # bytes per head
+        self._head_bytes = self._size if head_bytes is None else head_bytes
         self._heads: set[int] = set()  # indices of the heads in memory
         self._numbers: Tensor | None = None
 
-    def add(self, chunk: Tensor) -> None:
-        """Raise TypeError, because nothing can be appended to a tensor in a file."""
-        raise TypeError("Rows cannot be appended to a tensor in a file.")
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        return self.shape[2]
 
-    def all_rows(self) -> Tensor:
-        """Return the tensor with all heads.
+    def slice_rows(self, start: int, stop: int) -> StoredRows:
+        """Return the rows [start, stop) as a tensor of their own in the file."""
+        place = self.place + start * math.prod(self.shape[3:]) * self.dtype.itemsize
+        shape = (*self.shape[:2], stop - start, *self.shape[3:])
+        return StoredRows(self.cache, place, shape, self.dtype, self._head_bytes)
+
+    def rows_between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
+        """Return the rows [start, stop); heads that are not in `heads` are undefined (None: all are defined).
 
         Raises:
             InputError: the file was truncated or written to.
         """
-        return self.read_heads(range(self.shape[1]))
-
-    def rows_between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
-        """Return the rows [start, stop); heads that are not in `heads` are undefined (None: all are defined)."""
-        numbers = self.all_rows() if heads is None else self.read_heads(heads)
+        numbers = self.read_heads(range(self.shape[1]) if heads is None else heads)
         return numbers.narrow(2, start, max(min(stop, self.length) - start, 0))
 
     def read_heads(self, heads: Collection[int]) -> Tensor:
@@ -97,7 +107,7 @@ class StoredRows(ChunkedRows):
                 self._numbers = torch.empty(self.shape, dtype=self.dtype)
                 self.cache.least_recent_first[self] = None
             for head in sorted(set(heads) - self._heads):
-                self.cache.file.read_into(self.place + head * self._size, bytes_of_tensor(self._numbers[0, head]))
+                self.cache.file.read_into(self.place + head * self._head_bytes, bytes_of_tensor(self._numbers[0, head]))
                 self._heads.add(head)
             return self._numbers
 

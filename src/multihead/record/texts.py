@@ -15,7 +15,6 @@ from torch import Tensor
 
 from multihead.record.notebook import number_with_noun
 from multihead.record.places import NO_PICTURE, PlaceTable
-from multihead.record.segments import ChunkedRows
 
 __all__ = ["Text"]
 
@@ -73,14 +72,14 @@ class GrowingText:
     """A text to which attention calls append token ids.
 
     Attributes:
-        ids: (tokens so far,), int64; None if some ids are unknown.
         complete_text: the complete text with its tokens and special flags, set after recording; None until then.
         pictures: the places of its first tokens in pictures; None without pictures.
     """
 
-    ids: ChunkedRows | None = None
     complete_text: Text | None = None
     pictures: PictureTokens | None = None
+    _ids: list[Tensor] | None = None  # of the calls; None if some ids are unknown
+    _num_ids: int = 0
 
     @staticmethod
     def from_text(text: Text) -> GrowingText:
@@ -90,26 +89,33 @@ class GrowingText:
             own = enumerate(text.tokens or ()) if text.ids is None else ()
             outside = (text.boxes.picture == NO_PICTURE).tolist()
             pictures = PictureTokens.from_places(text.boxes, {key: name for key, name in own if outside[key]})
-        return GrowingText(None if text.ids is None else ChunkedRows(0, [text.ids]), text, pictures)
+        return GrowingText(text, pictures, None if text.ids is None else [text.ids], text.length)
+
+    @property
+    def ids(self) -> Tensor | None:
+        """The ids of the tokens so far, (tokens,) int64; None if some are unknown."""
+        if self._ids is None:
+            return None
+        if len(self._ids) > 1:
+            self._ids = [torch.cat(self._ids)]
+        return self._ids[0]
 
     def text(self, length: int) -> Text:
         """Return the text of `length` tokens; ids or tokens of another number are left out of it."""
-        ids = self.ids.all_rows() if self.ids is not None and self.ids.length == length else None
+        ids = self.ids
         named = self.complete_text if self.complete_text is not None and self.complete_text.length == length else Text()
-        named = replace(named, ids=ids)
+        named = replace(named, ids=None if ids is None or len(ids) != length else ids)
         return named if self.pictures is None else self.pictures.name_tokens(named, length)
 
     def append_ids(self, ids: Tensor | None, *, start: int) -> None:
         """Append those of `ids`, (tokens,) int64 on the CPU, that are new; the first id is at position `start`."""
-        if ids is None or (self.ids is None and start > 0):
-            self.ids = None
-            return
-        if self.ids is None:
-            self.ids = ChunkedRows(0)
-        if start > self.ids.length:
-            self.ids = None
-        elif start + len(ids) > self.ids.length or not self.ids.has_chunks:  # an empty text is known, too
-            self.ids.add(ids[self.ids.length - start :])
+        known = 0 if self._ids is None else self._num_ids
+        if ids is None or start > known:
+            self._ids = None
+        elif self._ids is None or start + len(ids) > known:  # an empty text is known, too
+            self._ids = [] if self._ids is None else self._ids
+            self._ids.append(ids[known - start :])
+            self._num_ids = start + len(ids)
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,9 +53,8 @@ class CallTokenIds:
             offset: index of the call's first key in the keys of the sample; negative if padding comes first.
         """
         if self.cross_attention:
-            sample.growing_query_text.append_ids(
-                _row_of_ids(self.queries, span.sample, span.queries), start=sample.logsumexp.length
-            )
+            before = sample.calls[-1][0][1] if sample.calls else 0
+            sample.growing_query_text.append_ids(_row_of_ids(self.queries, span.sample, span.queries), start=before)
             if not sample.calls:
                 sample.growing_key_text.append_ids(_row_of_ids(self.keys, span.sample, span.keys), start=0)
             return

@@ -168,7 +168,7 @@ def test_on_other_texts_heads_are_ranked_by_their_changes_beyond_chance() -> Non
     assert row["entropy_beyond_chance"] == found[0].changes["entropy"].size
     for record, token in ((before, "a"), (after, "b")):
         for layer in record.layers:
-            layer.samples[0].growing_key_text.ids = None
+            layer.samples[0].growing_key_text.append_ids(None, start=0)
         record.set_text(Text(None, [token] * LENGTH))
     assert not before.changed(after)[0].compares_weights
 

@@ -1,0 +1,225 @@
+"""The texts of a layer as one ragged table: a row per query, text after text without padding; keys have their own rows.
+
+Attention calls append rows of one or more texts. The rows of a text are put together when they are first read, in the
+order of the calls and once for all texts (`RaggedRows`), so that cached decoding copies each row only once. A sample is
+a view of the rows of its text (`RowsOfText`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from multihead.record.segments import copy_contiguous
+
+
+class LaterRows(Protocol):
+    """Rows that are copied when they are read, see `KeptRows`."""
+
+    def read(self) -> Tensor:
+        """Return the rows, (heads, rows, ...)."""
+
+
+class _Chunk(NamedTuple):
+    """Rows that a call appended: (heads, rows, ...), and the text and number of rows of each piece of them."""
+
+    rows: Tensor | LaterRows
+    pieces: Sequence[tuple[int, int]]
+
+
+class RaggedRows:
+    """One column of a table, (heads, rows, ...), with the rows of each text one after another.
+
+    Attributes:
+        pieces: text -> how many pieces were appended to it, those without rows included.
+    """
+
+    __slots__ = ("_chunks", "_lengths", "_ordered", "pieces")
+
+    def __init__(self) -> None:
+        self._chunks: list[_Chunk] = []
+        self._lengths: dict[int, int] = {}  # number of rows of each text
+        self.pieces: dict[int, int] = {}
+        # text -> a tensor in which its rows follow each other, and the first of them; None after a call appended rows
+        self._ordered: dict[int, tuple[Tensor, int]] | None = None
+
+    def append(self, rows: Tensor | LaterRows, pieces: Sequence[tuple[int, int]]) -> None:
+        """Append the rows of a call.
+
+        Args:
+            rows: (heads, rows, ...).
+            pieces: the text and number of rows of each piece of `rows`.
+        """
+        self._chunks.append(_Chunk(rows, pieces))
+        self._ordered = None
+        for text, length in pieces:
+            self._lengths[text] = self._lengths.get(text, 0) + length
+            self.pieces[text] = self.pieces.get(text, 0) + 1
+
+    def length(self, text: int) -> int:
+        """Return the number of rows of a text."""
+        return self._lengths.get(text, 0)
+
+    def rows_of(self, text: int) -> Tensor:
+        """Return the rows of a text, (heads, rows, ...), a view of the table; a piece of it must have been appended."""
+        whole, first = (self._ordered or self._put_in_order())[text]
+        return whole.narrow(1, first, self._lengths[text])
+
+    def _put_in_order(self) -> dict[int, tuple[Tensor, int]]:
+        of_texts: dict[int, list[Tensor]] = {}
+        chunks, found = self._chunks, list[_Chunk]()  # read once, because another thread may put the same in order
+        for rows, pieces in chunks:
+            read = rows if isinstance(rows, Tensor) else rows.read()
+            found.append(_Chunk(read, pieces))
+            parts = read.split([length for _, length in pieces], 1) if len(pieces) > 1 else [read]
+            for (text, _), part in zip(pieces, parts, strict=True):
+                of_texts.setdefault(text, []).append(part)
+        texts = [text for _, pieces in found for text, _ in pieces]
+        if len(found) > 1 or texts != sorted(texts):
+            groups: dict[object, list[int]] = {}  # texts of equal dtypes, such as those read under autocast
+            for text in sorted(of_texts):
+                groups.setdefault(frozenset((part.dtype, part.device) for part in of_texts[text]), []).append(text)
+            found = [
+                _Chunk(
+                    torch.cat([part for text in group for part in of_texts[text]], 1),
+                    [(text, self._lengths[text]) for text in group],
+                )
+                for group in groups.values()
+            ]
+        ordered: dict[int, tuple[Tensor, int]] = {}
+        for rows, pieces in found:
+            first = 0
+            for text, length in pieces:
+                assert isinstance(rows, Tensor)
+                ordered.setdefault(text, (rows, first))
+                first += length
+        self._chunks, self._ordered = found, ordered
+        return ordered
+
+
+def append_new_keys(column: RaggedRows, text: int, k: Tensor, *, start: int, device: torch.device) -> None:
+    """Append a copy of the new keys of a text to a column.
+
+    Args:
+        column: the keys of the texts.
+        text: the number of the text.
+        k: (kv_heads, keys, head_dim), keys of the text.
+        start: index of the first of these keys in the text.
+        device: device of the copy.
+    """
+    missing = start - column.length(text)
+    if missing > 0:  # zeros for the keys that a cache dropped, which the mask of this call hides
+        zeros = torch.zeros(k.shape[0], missing, k.shape[2], dtype=k.dtype, device=device)
+        column.append(zeros, [(text, missing)])
+    # also without new keys: the shape becomes known
+    if start + k.shape[1] > column.length(text) or text not in column.pieces:
+        new = copy_contiguous(k[:, column.length(text) - start :], device)
+        column.append(new, [(text, new.shape[1])])
+
+
+class RowsOfText:
+    """The rows of one text, (1, heads, rows, ...), which are read when they are needed."""
+
+    __slots__ = ()
+
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        raise NotImplementedError
+
+    def all_rows(self) -> Tensor:
+        """Return all rows as one tensor."""
+        return self.rows_between(0, self.length)
+
+    def rows_between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
+        """Return the rows [start, stop); some classes leave heads that are not in `heads` undefined (None: all)."""
+        raise NotImplementedError
+
+
+class RowsInTable(RowsOfText):
+    """The rows of one text in a column of a table.
+
+    Args:
+        column: the column.
+        text: the number of the text in the table.
+    """
+
+    __slots__ = ("column", "text")
+
+    def __init__(self, column: RaggedRows, text: int) -> None:
+        self.column, self.text = column, text
+
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        return self.column.length(self.text)
+
+    def rows_between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
+        """Return the rows [start, stop) of all heads, a view of the table."""
+        return self.column.rows_of(self.text)[None, :, start : max(min(stop, self.length), start)]
+
+
+class RowsInTensor(RowsOfText):
+    """The rows of one text that a tensor holds, (1, heads, rows, ...)."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        return self.tensor.shape[2]
+
+    def rows_between(self, start: int, stop: int, *, heads: Collection[int] | None = None) -> Tensor:
+        """Return the rows [start, stop) of all heads."""
+        return self.tensor[:, :, start : max(min(stop, self.length), start)]
+
+
+@dataclass(eq=False)
+class TextTable:
+    """The numbers of the texts that a layer has read; a text is known by its number.
+
+    Attributes:
+        logsumexp: (heads, rows), nats, a row per query.
+        q: (heads, rows, head_dim), a row per query; no rows if only statistics are kept.
+        k: (kv_heads, rows, head_dim), a row per key; no rows if only statistics are kept.
+        statistics: name -> (heads, rows), a row per query, of the statistics that have one number per query.
+    """
+
+    logsumexp: RaggedRows = field(default_factory=RaggedRows)
+    q: RaggedRows = field(default_factory=RaggedRows)
+    k: RaggedRows = field(default_factory=RaggedRows)
+    statistics: dict[str, RaggedRows] = field(default_factory=dict)
+
+    def append(
+        self,
+        pieces: Sequence[tuple[int, int]],
+        logsumexp: Tensor,
+        statistics: dict[str, Tensor],
+        q: Tensor | LaterRows | None,
+    ) -> None:
+        """Append the queries of a call, see `RaggedRows.append`; tensors as in the columns of the table."""
+        self.logsumexp.append(logsumexp, pieces)
+        if q is not None:
+            self.q.append(q, pieces)
+        for name, values in statistics.items():
+            if name not in self.statistics:
+                self.statistics[name] = RaggedRows()
+            self.statistics[name].append(values, pieces)
+
+    def names_of(self, text: int) -> list[str]:
+        """Return the names of the statistics that have rows of a text."""
+        return [name for name, column in self.statistics.items() if text in column.pieces]
+
+    def statistics_of(self, text: int) -> dict[str, Tensor]:
+        """Return the statistics of a text that were measured in all of its calls: name -> (heads, queries)."""
+        calls, columns = self.logsumexp.pieces.get(text), self.statistics
+        return {
+            name: columns[name].rows_of(text) for name in self.names_of(text) if columns[name].pieces[text] == calls
+        }
