@@ -114,6 +114,17 @@ def test_a_query_that_sees_a_nan_is_nan_and_no_other(gpu: Gpu) -> None:
     assert bad.nonzero().flatten().tolist() == [4, *range(20, 26)]
 
 
+def test_sets_of_tokens_and_first_keys_of_packed_texts(gpu: Gpu) -> None:
+    q, k, ids = drawn(2, 2, 50, 16), drawn(2, 2, 50, 16), torch.arange(100).view(2, 50) % 7
+    mask = masks.Documents((20, 3, 27)) & masks.Causal()
+    probes = [mh.probes.tokens_mass(f"of_{n}", ids=(n, n + 1)) for n in range(5)]  # the fifth is no part of the launch
+    names = [*probes, mh.probes.first_keys_mass(4), "first_mass"]
+    found = mh.statistics(to_gpu(q), to_gpu(k), mask=mask, probes=names, context=ProbeContext(ids=to_gpu(ids)))
+    exact = mh.statistics(q.double(), k.double(), mask=mask, probes=names, context=ProbeContext(ids=ids))
+    for name, value in exact.items():
+        torch.testing.assert_close(to_cpu(found[name]).double(), value, atol=1e-5, rtol=0, msg=name)
+
+
 class Heard:
     """A listener that keeps the results of its calls."""
 
