@@ -310,8 +310,12 @@ def test_percentiles_of_a_file_of_version_1_are_read_from_its_bins(tmp_path: Pat
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_file_of_version_2_opens_with_its_numbers(tmp_path: Path, *, mapped: bool) -> None:
     """Two padded texts, of which the first was continued by two steps of a cache; each had tensors of its own."""
-    content = (Path(__file__).parent / "version_2.safetensors").read_bytes()
-    (file := tmp_path / "run.safetensors").write_bytes(content)
+    written = json.loads((Path(__file__).parent / "version_2.json").read_text(encoding="utf-8"))
+    tensors = {
+        name: torch.tensor(values, dtype=getattr(torch, dtype)).view(shape)
+        for name, (dtype, shape, values) in written["tensors"].items()
+    }
+    save_file(tensors, file := tmp_path / "run.safetensors", written["metadata"])
     record = Record.load(file, mapped=mapped)
     assert [(one.num_queries, one.num_keys, len(one.calls)) for one in record.layers[0].samples] == [
         (6, 6, 3),
