@@ -57,7 +57,7 @@ def test_kinds_have_an_item_per_step_and_are_a_column_of_the_rows() -> None:
     assert made.kinds(layer=1) == [(("broad",),), None]
     assert made.kinds_of_all_heads() == [[("mixed",), ("mixed",), ("broad",)], [("mixed",), ("own", "first"), ()]]
     assert [row["kind"] for row in made.rows()] == ["mixed", "mixed", "broad", "mixed", "own+first"]
-    assert repr(made).startswith("<TimeSeries of 2 steps, 2 layers, 14 kinds, first_mass, ")
+    assert repr(made).startswith("<TimeSeries of 2 steps, 2 layers, 16 kinds, first_mass, ")
     assert "<td>own+first</td>" in made._repr_html_()
     with pytest.raises(ArgumentError, match=r"^There is no kind 'verbs'\. Give some of broad, "):
         made.append(20, "a", 0, {}, kinds=[["mixed"], ["verbs"]])

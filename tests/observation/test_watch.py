@@ -143,7 +143,8 @@ def test_a_watch_stores_the_kinds_that_a_record_of_the_same_step_has() -> None:
 
 
 def test_the_kinds_of_a_watch_are_the_built_in_ones_or_those_given() -> None:
-    given = [kind.name for kind in mh.kinds.KINDS if kind.texts == "given"]
+    in_pictures = {"one_way", "neighbours"}
+    given = [kind.name for kind in mh.kinds.KINDS if kind.texts == "given" and kind.name not in in_pictures]
     own = mh.kinds.Kind("own", mh.probes.offset_mass(-2))
     for kinds, special, names in (
         (False, (), []),
@@ -278,6 +279,11 @@ def test_a_compiled_model_is_not_compiled_again_by_an_observed_step() -> None:
             {"kinds": ["repeated_first"]},
             ArgumentError,
             "The kind repeated_first needs texts of repeated random tokens. Measure it with mh.look",
+        ),
+        (
+            {"kinds": "one_way"},
+            ArgumentError,
+            "The kind one_way cannot be watched; it needs pictures: give `processor` to observe, and keep q and k.",
         ),
         (
             {"kinds": mh.kinds.Kind("own", mh.probes.Statistic("mine"))},

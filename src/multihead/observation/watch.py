@@ -57,7 +57,7 @@ class Watch:
         kinds: whether the kinds of the heads are watched, which makes an observed step longer: True for the built-in
             kinds, or some of them by name, and kinds of your own as values. Without a name all built-in ones are
             watched, as in `observe`. Their statistics are observed besides `probes`. Left out are kinds that need texts
-            of repeated random tokens, and those that need special tokens if there are no `special_ids`.
+            of repeated random tokens or pictures, and those that need special tokens if there are no `special_ids`.
         special_ids: the token ids that `special_mass` counts, as in `observe`.
 
     Attributes:
@@ -269,6 +269,8 @@ def _why_unwatchable(kind: Kind, special_ids: Sequence[int]) -> tuple[str, str] 
     if kind.texts != "given":
         return f"The kind {kind.name} needs texts of repeated random tokens.", "Measure it with mh.look(textbook=True)."
     if not isinstance(kind.probe, Probe):
+        if kind in KINDS:
+            return f"The kind {kind.name} cannot be watched; it needs {kind.needs}.", "Leave it out."
         return f"The kind {kind.name} has a statistic without a function.", "Give it a probe."
     if "special_keys" in kind.probe.needs and not special_ids:
         return f"The kind {kind.name} needs special tokens.", "Give special_ids, such as tokenizer.all_special_ids."

@@ -116,8 +116,8 @@ class TestRefusals:
     def test_a_statistic_that_was_not_measured(self) -> None:
         assert self.refusal(ProbeError, entropie=(1, None)) == (
             "There is no statistic 'entropie' in the record. Give one of self_mass, or a kind: previous, "
-            "next, self, first, separator, duplicate, induction, local, broad, repeated_induction, "
-            "repeated_duplicate, repeated_previous, repeated_first."
+            "next, self, first, separator, duplicate, induction, local, one_way, neighbours, broad, "
+            "repeated_induction, repeated_duplicate, repeated_previous, repeated_first."
         )
 
     @pytest.mark.parametrize("old", ["previous_token", "next_token", "self_token", "first_token", "duplicate_token"])
