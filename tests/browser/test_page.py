@@ -75,7 +75,8 @@ class TestTheKeyboard:
         assert (shown.place["s"], shown.at("#sink").get_attribute("aria-pressed")) == ("1", "true")
         shown.press("c")
         assert shown.place["v"] == "ab"
-        shown.press("c", "Escape")
+        shown.press("c")
+        shown.press("Escape")
         assert shown.at("#all").is_visible()
 
     def test_shift_and_an_arrow_go_from_cell_to_cell_and_enter_keeps_the_query(self, opened: Opened) -> None:
