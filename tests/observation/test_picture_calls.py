@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
+from copy import deepcopy
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -248,3 +253,83 @@ def test_without_pictures_there_is_one_sentence_and_a_record() -> None:
     )
     assert seen.layers[0].sample().text.boxes is None
     assert "preprocess" not in vars(one.processor)
+
+
+def counted_passes(model: nn.Module) -> list[int]:
+    """A list with the number of forward passes of a model so far."""
+    passes = [0]
+
+    def count(*_: object) -> None:
+        passes[0] += 1
+
+    model.register_forward_pre_hook(count)
+    return passes
+
+
+def test_places_are_measured_when_one_is_first_read_and_never_for_weights() -> None:
+    model = vit()
+    passes = counted_passes(model)
+    seen = observed(model)
+    seen.layers[0].weights(0)
+    assert passes == [1]
+    with torch.no_grad(), mh.observe(model) as other:  # the record of another run has no pass of this measurement
+        assert seen.layers[0].means().keys() >= {"patch_distance"}
+        model(pixel_values=torch.randn(1, 3, 8, 12))
+    assert passes[0] > 10
+    assert other.layers[0].num_samples == 1
+    before = passes[0]
+    assert seen.texts[1].tokens == ["[CLS]", *grid(2, 3)]
+    assert seen.layers[0].kinds == (("broad",), ("broad",))
+    assert passes == [before]
+
+
+def test_places_of_a_model_that_no_longer_exists_are_missing_with_one_sentence(tmp_path: Path) -> None:
+    kept, lost = observed(vit()), observed(vit())
+    gc.collect()
+    with pytest.warns(UserWarning, match="no longer exists") as caught:
+        assert lost.texts[0].boxes is None
+    assert len(caught) == 1
+    assert str(caught[0].message) == (
+        "Tokens of pictures have no places, because the model no longer exists. Read them while it does: record.texts; "
+        "or give processor= to observe."
+    )
+    assert "patch_distance" not in lost.layers[0].means()
+    with pytest.warns(UserWarning, match="no longer exists"):
+        assert loaded(kept, tmp_path).texts[0].boxes is None
+
+
+def test_a_copy_of_a_record_has_the_places() -> None:
+    model = vit()
+    copy = deepcopy(observed(model))
+    del model
+    gc.collect()
+    assert copy.texts[0].tokens == ["[CLS]", *grid(2, 3)]
+
+
+def test_a_record_keeps_a_small_grey_copy_of_each_picture(tmp_path: Path) -> None:
+    one = family("LLaVA, two pictures")
+    large = Image.linear_gradient("L").resize((1000, 500)).convert("RGB")
+    images = [random_pictures(one.sizes)[0], large]
+    with torch.no_grad(), mh.observe(one.model, processor=one.processor) as seen:
+        one.model(**one.process(images))
+    for record in (seen, loaded(seen, tmp_path)):
+        assert list(map(repr, record[-1 + len(record.layers)].sample().text.pictures)) == [
+            "<Picture: 156 x 100 pixels, kept as 156 x 100>",
+            "<Picture: 1000 x 500 pixels, kept as 640 x 320>",
+        ]
+        (tower,) = record.layers[0].sample(1).text.pictures
+        assert (tower.width, tower.height) == (1000, 500)
+        shown = Image.open(BytesIO(tower.png()))
+        expected = np.asarray(large.convert("L").resize((640, 320), Image.Resampling.BOX))
+        assert np.array_equal(np.asarray(shown), expected)
+
+
+def test_without_a_processor_the_grey_copy_is_of_the_pixels_and_of_each_sample() -> None:
+    model, pixels = vit(), torch.randn(2, 3, 8, 12)
+    with torch.no_grad(), mh.observe(model) as seen:
+        model(pixel_values=pixels)
+    for sample in (0, 1):
+        (picture,) = seen.texts[sample].pictures
+        levels = pixels[sample].mean(0)
+        expected = (levels - levels.min()) / (levels.max() - levels.min()) * 255
+        assert (picture.grey - expected).abs().max() <= 0.51

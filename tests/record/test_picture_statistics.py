@@ -84,13 +84,14 @@ def test_the_statistics_are_those_of_the_dense_map_and_chance_that_of_an_even_sp
     assert row["one_way_mass_chance"] == pytest.approx(1 / TOKENS)
 
 
-def test_the_words_of_a_prompt_remain_a_text() -> None:
+def test_layers_with_words_and_pictures_compare_no_positions_in_a_text() -> None:
     torch.manual_seed(0)
     one = LANGUAGE_MODELS["LLaVA, two pictures"]()
     images = random_pictures(one.sizes)
     with torch.no_grad(), mh.observe(one.model, processor=one.processor) as seen:
         one.model(**one.process(images))
-    tower, words = seen.layers[0].means(), seen.layers[-1].means()
-    assert "previous_mass" not in tower
-    assert words.keys() >= {"previous_mass", "mean_distance", "patch_distance", "neighbour_mass"}
+    for layer in (seen.layers[0], seen.layers[-1]):
+        measured = layer.means()
+        assert not measured.keys() & {"previous_mass", "next_mass", "near_mass", "mean_distance", "distance_spread"}
+        assert measured.keys() >= {"self_mass", "patch_distance", "neighbour_mass", "one_way_mass"}
     assert len(seen.table().rows) == 20

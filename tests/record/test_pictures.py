@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import eager_mask
 
 import multihead as mh
-from tests.picture_families import LANGUAGE_MODELS, random_pictures
+from multihead.record.pictures import group_of_keys, keys_of_view, read_by_query
+from tests.picture_families import LANGUAGE_MODELS, PICTURE_TOKEN, random_pictures
 
 mpl.use("agg")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
@@ -63,6 +64,35 @@ def test_weights_of_a_picture_are_those_of_dense_attention_times_the_number_of_v
             assert torch.allclose(torch.stack(found), expected, rtol=0, atol=1e-9)
             mean = seen.image_weights(layer, "mean", query, sample=1)
             assert torch.allclose(mean, expected.mean(0), rtol=0, atol=1e-9)
+
+
+def test_one_reading_of_a_query_has_the_weights_of_all_heads_and_their_shares() -> None:
+    seen, dense = observed(vit())
+    reading = read_by_query(seen.layers[1], "r2 c1", sample=1)
+    weights = dense[1][1, :, 4]
+    assert reading.query == 4
+    assert torch.allclose(reading.weights, 7 * weights, rtol=0, atol=1e-9)
+    assert torch.allclose(reading.mean, 7 * weights.mean(0), rtol=0, atol=1e-9)
+    shares = torch.stack([weights[:, 1:].sum(1), weights[:, 0], torch.zeros(2)], 1)
+    assert torch.allclose(reading.shares, shares, rtol=0, atol=1e-9)
+    boxes = seen.layers[1].sample().text.boxes
+    assert boxes is not None
+    assert boxes.views == [(0, 0, 2, 3)]
+    assert keys_of_view(boxes, 0, 0).tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_the_words_of_a_prompt_are_a_group_of_their_own() -> None:
+    one = LANGUAGE_MODELS["LLaVA, two pictures"]()
+    with torch.no_grad(), mh.observe(one.model, processor=one.processor) as seen:
+        one.model(**one.process(random_pictures(one.sizes)))
+    text = seen.layers[-1].sample().text
+    groups = group_of_keys(text)
+    assert text.ids is not None
+    assert groups.tolist() == [0 if each == PICTURE_TOKEN else 2 for each in text.ids.tolist()]
+    row = seen.layers[-1].weights(queries=slice(-1, None))[:, 0].double()
+    shares = read_by_query(seen.layers[-1], -1).shares
+    expected = torch.stack([row[:, groups == 0].sum(1), torch.zeros(len(row)), row[:, groups == 2].sum(1)], 1)
+    assert torch.allclose(shares, expected, rtol=0, atol=1e-6)
 
 
 def test_what_a_picture_receives_is_the_sum_over_all_queries_relative_to_an_even_spread() -> None:

@@ -342,6 +342,14 @@ def listen(listener: Listener) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_listeners() -> Iterator[None]:
+    """Pass no attention call of this thread to the listeners that are active now, while in this context."""
+    with Undo() as undo:
+        undo.set_variable(_listeners, ())
+        yield
+
+
 def listeners() -> tuple[Listener, ...]:
     """Return the active listeners; none while torch.compile traces, because a ContextVar would break the graph."""
     return () if torch.compiler.is_compiling() else active_listeners()

@@ -75,7 +75,8 @@ def observe(
         kinds: kinds of heads of your own, next to the built-in ones; their probes are measured too.
         processor: the processor of a model that reads pictures. At the end of the context the place of each token in
             its picture is measured, see `mh.places`, once for calls that are equal apart from the pixels. Without it,
-            only the tokens of image encoders are named, by the rows and columns of the pixels that they read.
+            only the tokens of image encoders have places, in the pixels that they read, which are measured when a name,
+            place, kind or statistic is first read.
         images: the pictures that the processor read; None: those with which it is called in the context.
 
     Returns:

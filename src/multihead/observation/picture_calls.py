@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from _thread import LockType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multihead.errors import MultiheadError
+from multihead.kernels.call import without_listeners
 from multihead.models.pretrained import pretrained_models
-from multihead.observation.picture_units import PIXELS
+from multihead.observation.picture_units import PIXELS, copy_pictures
 from multihead.observation.places import LayerPlaces, measure_places
 from multihead.record.layer import LayerRecord
-from multihead.record.picture_statistics import compare_in_picture
-from multihead.record.places import PlaceTable
-from multihead.record.sample import SampleRecord
+from multihead.record.picture_statistics import change_statistics
+from multihead.record.places import Picture, PlaceTable
 from multihead.record.texts import PictureTokens
 from multihead.tensors.undo import Undo
 
@@ -42,10 +45,11 @@ class _PictureCall:
         draws: whether it drew random numbers.
         processor: the processor with its options, or None.
         images: the pictures that the processor read, or None.
+        pictures: small copies of the pictures.
     """
 
     name: str
-    module: nn.Module
+    module: weakref.ref[nn.Module]
     inputs: dict[str, Any]
     random_state: Tensor
     before: dict[str, int]
@@ -54,10 +58,13 @@ class _PictureCall:
     draws: bool = False
     processor: Any = None
     images: Any = None
+    pictures: tuple[Picture, ...] = ()
+    _found: dict[str, LayerPlaces] | None = None
+    _measuring: LockType = field(default_factory=Lock)  # several threads may read a record
 
     def has_places_of(self, other: _PictureCall) -> bool:
         """Whether another call has the same tokens in the same places: all is equal but the values of the pixels."""
-        if self.module is not other.module or self.inputs.keys() != other.inputs.keys():
+        if self.module() is not other.module() or self.inputs.keys() != other.inputs.keys():
             return False
         if _sizes(self.images) != _sizes(other.images):
             return False
@@ -65,6 +72,47 @@ class _PictureCall:
             return False
         pairs = ((name, value, other.inputs[name]) for name, value in self.inputs.items())
         return all(_shape(one) == _shape(two) if name == PIXELS else _are_equal(one, two) for name, one, two in pairs)
+
+    def keep_shape_of_frames(self) -> None:
+        """Replace frames by one value of their shape: without tiles of padding their values decide no places."""
+        pixels = self.inputs[PIXELS]
+        if pixels.dim() == 4:
+            self.inputs[PIXELS] = pixels.detach().new_zeros(()).expand(pixels.shape)
+
+    def places(self) -> dict[str, LayerPlaces]:
+        """Return name of a layer -> the places of its keys, which the first call measures; {} without places."""
+        with self._measuring:
+            if self._found is None:
+                self._found = self._measure()
+                self.inputs, self.processor, self.images = {}, None, None
+        return self._found
+
+    def _measure(self) -> dict[str, LayerPlaces]:
+        module, asked = self.module(), self.processor is not None
+        if not asked and self.inputs[PIXELS].dim() < 4:
+            return {}  # rows of patches do not show where they are
+        if module is None:
+            warnings.warn(
+                "Tokens of pictures have no places, because the model no longer exists. Read them while it does: "
+                "record.texts; or give processor= to observe.",
+                stacklevel=2,
+            )
+            return {}
+        pixels = self.inputs[PIXELS]
+        if not any(pixels.stride()):
+            noise = torch.rand(pixels.shape, generator=torch.Generator().manual_seed(0))
+            self.inputs[PIXELS] = noise.to(pixels)
+        try:
+            with without_listeners():  # the model may be observed again while the record is read
+                found = measure_places(
+                    module, self.inputs, self.processor, self.images, self.random_state, gives_up=not asked
+                )
+        except Exception as error:  # noqa: BLE001 - without attention a model may raise any error, and the record stays
+            reason = str(error) if isinstance(error, MultiheadError) else f"{type(error).__name__}: {error}"
+            if asked:
+                warnings.warn(f"Tokens of pictures have no places. {reason}", stacklevel=8)
+            return {}
+        return {f"{self.name}.{name}" if self.name else name: each for name, each in found.items()}
 
 
 @dataclass(eq=False)
@@ -83,7 +131,7 @@ class PictureCalls:
     images: Any = None
     compares_texts: bool = False
     _distinct: list[_PictureCall] = field(default_factory=list)  # calls that have different places
-    _calls: list[tuple[_PictureCall, int]] = field(default_factory=list)  # all calls, and the index of the like one
+    _calls: list[tuple[_PictureCall, _PictureCall]] = field(default_factory=list)  # all calls, each with the like one
     _open: list[_PictureCall] = field(default_factory=list)  # the calls that run, the outermost first
     _processed: list[tuple[Any, Callable[..., Any], Tensor]] = field(default_factory=list)  # pictures, how, and pixels
 
@@ -160,11 +208,12 @@ class PictureCalls:
         caches = {key: int(value.get_seq_length()) for key, value in inputs.items() if hasattr(value, "get_seq_length")}
         # An empty cache is filled by the call; what continues one depends on what the model has read before.
         inputs = {} if any(caches.values()) else {key: value for key, value in inputs.items() if key not in caches}
-        self._open.append(_PictureCall(name, module, inputs, torch.get_rng_state(), self._num_samples()))
+        state = torch.get_rng_state()
+        self._open.append(_PictureCall(name, weakref.ref(module), inputs, state, self._num_samples()))
 
     def _end(self, module: nn.Module, _: object, __: object = None) -> None:
         """Forward hook of a module that takes pictures."""
-        if not self._open or self._open[-1].module is not module:
+        if not self._open or self._open[-1].module() is not module:
             return
         call = self._open.pop()
         wanted = not call.has_inner if self.processor is None else not self._open
@@ -172,8 +221,12 @@ class PictureCalls:
             return
         call.after, call.draws = self._num_samples(), not torch.equal(call.random_state, torch.get_rng_state())
         call.processor, call.images = self._pictures_of(call.inputs[PIXELS])
-        like = next((n for n, each in enumerate(self._distinct) if call.has_places_of(each)), len(self._distinct))
-        if like == len(self._distinct):
+        call.pictures = copy_pictures(call.inputs[PIXELS], call.images)
+        if self.processor is None:
+            call.keep_shape_of_frames()
+        like = next((each for each in self._distinct if call.has_places_of(each)), None)
+        if like is None:
+            like = call
             self._distinct.append(call)
         else:
             call.inputs, call.images = {}, None  # a loop over many pictures takes no memory
@@ -183,33 +236,18 @@ class PictureCalls:
         return {layer.name: layer.num_samples for layer in self.layers}
 
     def name_tokens(self) -> None:
-        """Measure the places of the tokens of all calls, and name the tokens of their samples."""
+        """Give the samples of all calls the places of their tokens.
+
+        With a processor the places are measured now. Without one, which asks for nothing, they are measured when one of
+        them is first read.
+        """
         if not self._calls:
             return  # counting samples cuts batches into them
-        found = list(map(self._measure, self._distinct))
         ends = [call.before for call, _ in self._calls[1:]] + [self._num_samples()]
-        for (call, like), end in zip(self._calls, ends, strict=False):
-            self._name_samples(call, found[like], end)
-
-    def _measure(self, call: _PictureCall) -> dict[str, LayerPlaces]:
-        if self.processor is None and call.inputs[PIXELS].dim() < 4:
-            return {}  # rows of patches do not show where they are
-        prefix = call.name and f"{call.name}."
-        try:
-            found = measure_places(
-                call.module,
-                call.inputs,
-                call.processor,
-                call.images,
-                call.random_state,
-                gives_up=self.processor is None,
-            )
-        except Exception as error:  # noqa: BLE001 - without attention a model may raise any error, and the record stays
-            reason = str(error) if isinstance(error, MultiheadError) else f"{type(error).__name__}: {error}"
-            if self.processor is not None:
-                warnings.warn(f"Tokens of pictures have no places. {reason}", stacklevel=7)
-            return {}
-        return {f"{prefix}{name}": each for name, each in found.items()}
+        for (call, like), end in zip(self._calls, ends, strict=True):
+            self._name_samples(call, like, end)
+        for each in self._distinct if self.processor is not None else []:
+            each.places()
 
     def _pictures_of(self, pixels: Tensor) -> tuple[Any, Any]:
         """Return the processor with the options of its call that made some pixels, and the pictures."""
@@ -220,39 +258,69 @@ class PictureCalls:
                 return process, images
         return self.processor, self.images
 
-    def _name_samples(self, call: _PictureCall, found: Mapping[str, LayerPlaces], end: Mapping[str, int]) -> None:
+    def _name_samples(self, call: _PictureCall, like: _PictureCall, end: Mapping[str, int]) -> None:
         """Name the tokens of the samples of a call; `end` is how many samples each layer had before the next one."""
-        named: dict[tuple[int, int], list[PictureTokens]] = {}
+        tokens = _TokensOfCall(like, call.pictures)
         for layer in self.layers:
-            first, places = call.before.get(layer.name, 0), found.get(layer.name)
+            first = call.before.get(layer.name, 0)
             # What is read while `generate` runs becomes samples when it has ended.
             stop = call.after.get(layer.name, 0) if call.after.get(layer.name, 0) > first else end.get(layer.name, 0)
-            if places is None or stop <= first:
+            if stop <= first:
                 continue
             samples = layer.samples[first:stop]
-            key = id(places.table), len(samples)
-            if key not in named:
-                named[key] = _tokens_of_samples(places, samples)
-            for sample, tokens in zip(samples, named[key], strict=False):
-                if sample.num_keys >= len(tokens.names):
-                    sample.growing_key_text.pictures = tokens
-                    compare_in_picture(sample, compares_texts=self.compares_texts)
+            lengths = tuple(sample.num_keys for sample in samples)
+            for number, sample in enumerate(samples):
+                sample.growing_key_text.find_pictures = partial(tokens.of_sample, layer.name, lengths, number)
+                sample.measure_later(partial(change_statistics, compares_texts=self.compares_texts))
 
 
-def _tokens_of_samples(places: LayerPlaces, samples: list[SampleRecord]) -> list[PictureTokens]:
+@dataclass(eq=False)
+class _TokensOfCall:
+    """The tokens of the samples of a call with pictures.
+
+    Attributes:
+        like: the call whose places are measured, with the same tokens in the same places.
+        pictures: small copies of the pictures of the call.
+    """
+
+    like: _PictureCall
+    pictures: tuple[Picture, ...]
+    # the table of a layer and the numbers of keys of its samples -> the tokens of each
+    _known: dict[tuple[int, tuple[int, ...]], list[PictureTokens]] = field(default_factory=dict)
+
+    def of_sample(self, layer: str, lengths: tuple[int, ...], number: int) -> PictureTokens | None:
+        """Return the tokens of a sample; None without places.
+
+        Args:
+            layer: the layer.
+            lengths: the number of keys of each sample that the layer has of this call.
+            number: which of these.
+        """
+        places = self.like.places().get(layer)
+        if places is None:
+            return None
+        key = id(places.table), lengths
+        if key not in self._known:
+            self._known[key] = _tokens_of_samples(places, lengths, self.pictures)
+        tokens = self._known[key]
+        return tokens[number] if tokens and lengths[number] >= len(tokens[number].names) else None
+
+
+def _tokens_of_samples(
+    places: LayerPlaces, lengths: Sequence[int], pictures: tuple[Picture, ...]
+) -> list[PictureTokens]:
     """Return the tokens of each sample of a call, from the rows of its batch; [] where these do not fit."""
     rows, keys = places.table.picture.shape
     kept = torch.ones(rows, keys, dtype=torch.bool) if places.unpadded is None else places.unpadded.cpu()
     names = [[places.own_names.get(key, "") for key in row.nonzero()[:, 0].tolist()] for row in kept]
     flat_names = [name for row in names for name in row]
     flat = places.table.reshape(rows * keys).select(kept.flatten())
-    lengths = [sample.num_keys for sample in samples]
     if sum(lengths) != len(flat_names):  # texts that later calls have continued, one or several of each prompt
-        if len(samples) % rows:
+        if len(lengths) % rows:
             return []
         ends = kept.sum(1).cumsum(0).tolist()
         slices = [slice(end - len(row), end) for end, row in zip(ends, names, strict=True)]
-        slices = [each for each in slices for _ in range(len(samples) // rows)]
+        slices = [each for each in slices for _ in range(len(lengths) // rows)]
     else:
         ends = torch.tensor(lengths).cumsum(0).tolist()
         slices = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
@@ -260,16 +328,18 @@ def _tokens_of_samples(places: LayerPlaces, samples: list[SampleRecord]) -> list
     for each in slices:
         if (each.start, each.stop) not in made:
             own = {key: name for key, name in enumerate(flat_names[each]) if name}
-            made[each.start, each.stop] = PictureTokens.from_places(_number_pictures(flat.select(each)), own)
+            table, numbers = _number_pictures(flat.select(each))
+            shown = tuple(pictures[number] for number in numbers) if pictures else ()
+            made[each.start, each.stop] = PictureTokens.from_places(table, own, shown)
     return [made[each.start, each.stop] for each in slices]
 
 
-def _number_pictures(table: PlaceTable) -> PlaceTable:
-    """Number the pictures of a sample from 0; in a batch the samples before it may have others."""
+def _number_pictures(table: PlaceTable) -> tuple[PlaceTable, list[int]]:
+    """Number the pictures of a sample from 0, and return their numbers in its batch, where others may be before."""
     placed = table.picture >= 0
     picture = table.picture.clone()
-    picture[placed] = torch.unique(table.picture[placed], return_inverse=True)[1]
-    return PlaceTable(picture, *table.columns[1:])
+    numbers, picture[placed] = torch.unique(table.picture[placed], return_inverse=True)
+    return PlaceTable(picture, *table.columns[1:]), numbers.tolist()
 
 
 def _replace_method(undo: Undo, owner: Any, name: str, function: Callable[..., Any]) -> None:

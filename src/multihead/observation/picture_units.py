@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from multihead.errors import ArgumentError
 from multihead.errors.given import is_array, name_given
 from multihead.errors.optional import require
-from multihead.record.places import NO_PICTURE, PlaceTable
+from multihead.record.places import LONGEST_SIDE, NO_PICTURE, Picture, PlaceTable
 
 _PIXELS_PER_RAMP = 1024  # a longer side is read from several pictures, so that neighbouring patches differ in level
 _SAME_LEVEL = 0.05  # levels of one column differ by rounding errors only
@@ -185,6 +186,39 @@ def _size_of(image: Any) -> tuple[int, int]:
     raise ArgumentError(
         f"images holds {name_given(image)}.", "Give pictures of Pillow, or arrays of (height, width, channels)."
     )
+
+
+def copy_pictures(pixels: Tensor, images: Any) -> tuple[Picture, ...]:
+    """Return small grey copies of the pictures of a call, in the order of their numbers.
+
+    Args:
+        pixels: the pixel input of the call.
+        images: the pictures that a processor made it from; None takes the frames of `pixels`, if it has frames.
+    """
+    if images is not None:
+        return tuple(map(_copy_picture, tree_flatten(images)[0]))
+    if pixels.dim() < 4:
+        return ()
+    height, width = pixels.shape[-2:]
+    levels = pixels.detach().mean(-3, dtype=torch.float32).flatten(0, -3).cpu()
+    return tuple(Picture.from_levels(each, width, height) for each in levels)
+
+
+def _copy_picture(image: Any) -> Picture:
+    """Return a small grey copy of a picture of Pillow or an array."""
+    width, height = _size_of(image)
+    in_bytes = "uint8" in str(getattr(image, "dtype", ""))
+    if hasattr(image, "convert") and image.mode not in ("I", "F", "I;16"):  # these have no fixed level of white
+        from PIL import Image
+
+        scale, in_bytes = LONGEST_SIDE / max(width, height, LONGEST_SIDE), True
+        size = max(round(width * scale), 1), max(round(height * scale), 1)
+        image = image.convert("L").resize(size, Image.Resampling.BOX)
+    values = image.detach().cpu() if isinstance(image, Tensor) else np.array(image, dtype=np.float32)
+    levels = torch.as_tensor(values).float()
+    if levels.dim() == 3:
+        levels = levels.mean(2 if levels.shape[2] <= 4 else 0)
+    return Picture.from_levels(levels, width, height, span=(0, 255) if in_bytes else None)
 
 
 def _grey_image(levels: Tensor, size: tuple[int, int], original: Any) -> Any:

@@ -27,7 +27,7 @@ from multihead.probes.catalogue import REPEAT_PROBES, probe_of_part, statistic
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, RecordContents
 from multihead.record.layer_texts import LayerTexts
-from multihead.record.places import NO_PLACE, PlaceTable
+from multihead.record.places import LONGEST_SIDE, NO_PLACE, Picture, PlaceTable
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import (
     NUM_BINS,
@@ -467,7 +467,21 @@ def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
         raise _InvalidValueError("the tokens of a text are not as many as its ids")
     length = next(len(each) for each in (ids, tokens, special, gaps) if each is not None)
     boxes = _read_boxes(data["boxes"], length, tensors) if "boxes" in data else None
-    return Text(ids, tokens, special, gaps, _convert_patches(data["patches"], length) if "patches" in data else boxes)
+    boxes = _convert_patches(data["patches"], length) if "patches" in data else boxes
+    pictures = [
+        _read_picture(_checked_type(each, dict, "a picture"), tensors)
+        for each in _checked_type(data.get("pictures", []), list, "the pictures")
+    ]
+    return Text(ids, tokens, special, gaps, boxes, tuple(pictures))
+
+
+def _read_picture(data: dict[str, Any], tensors: dict[str, Tensor]) -> Picture:
+    """Read the copy of a picture."""
+    grey = _checked_tensor(tensors[data["grey"]], (None, None), "a picture", torch.uint8)
+    if not 0 < max(grey.shape) <= LONGEST_SIDE or not grey.numel():
+        raise _InvalidValueError(f"a picture has {grey.shape[0]} x {grey.shape[1]} pixels")
+    width, height = (_checked_count(data[each], f"the {each} of a picture", least=1) for each in ("width", "height"))
+    return Picture(grey, width, height)
 
 
 def _read_boxes(data: Any, tokens: int, tensors: dict[str, Tensor]) -> PlaceTable:

@@ -17,7 +17,7 @@ from multihead.probes.catalogue import NEIGHBOUR_MASS, ONE_WAY_MASS, PATCH_DISTA
 from multihead.probes.context import ProbeContext
 from multihead.probes.lookups import weight_at_keys
 from multihead.probes.measured_call import MeasuredCall
-from multihead.record.sample import SampleRecord
+from multihead.record.sample import ChangedStatistics, SampleRecord
 
 _CELLS_AT_ONCE = 1 << 22  # bounds the memory of weights
 _NO_VIEW = -1
@@ -45,20 +45,21 @@ class _PictureGrid:
         return steps, same
 
 
-def compare_in_picture(sample: SampleRecord, *, compares_texts: bool) -> None:
-    """Give a sample whose tokens have places the statistics of a picture.
+def change_statistics(sample: SampleRecord, *, compares_texts: bool) -> ChangedStatistics:
+    """Return how the statistics of a sample change if its tokens have places in pictures.
 
     Args:
         sample: the sample.
-        compares_texts: whether a sample without words keeps statistics that compare positions in a text.
+        compares_texts: whether it keeps statistics that compare positions in a text.
     """
     boxes = sample.text.boxes
     if boxes is None or not boxes.has_places or sample.split is not None:
-        return
+        return ChangedStatistics({}, frozenset())
     of_text = {name for name, probe in PROBES.items() if any(part_named(each).uses_positions for each in probe.parts)}
-    is_text = compares_texts or sample.text.ids is not None
-    without = set() if is_text else of_text - {SELF_MASS.name}
-    sample.measure_later(measure_in_picture if sample.keeps_weights else None, without=without)
+    return ChangedStatistics(
+        measure_in_picture(sample) if sample.keeps_weights else {},
+        frozenset() if compares_texts else of_text - {SELF_MASS.name},
+    )
 
 
 def measure_in_picture(sample: SampleRecord) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,13 +11,82 @@ from torch import Tensor
 from multihead.errors import ArgumentError, ProbeError
 from multihead.locale.escaping import escape_controls
 from multihead.record.layer import LayerRecord
-from multihead.record.places import PlaceTable
+from multihead.record.places import NO_PICTURE, PlaceTable
 from multihead.record.plots import import_pyplot, report_colormap
 from multihead.record.sample import SampleRecord
+from multihead.record.texts import Text
 
 _CELLS_AT_ONCE = 1 << 22  # bounds the memory of weights, however many queries are added up
 _LOWEST_SHOWN, _HIGHEST_SHOWN = 0.1, 100  # times an even spread
 _QUERY_COLOUR = "#E0218A"
+
+PICTURE_GROUPS = ("picture", "class", "words")
+"""The groups of the keys of a text with pictures: parts of pictures, the model's own tokens such as a class token and
+registers, and words."""
+
+
+class QueryReading(NamedTuple):
+    """What a query reads, in all heads of a layer.
+
+    Attributes:
+        query: the index of the query.
+        weights: (heads, keys), times an even spread over the keys that the query sees.
+        mean: (keys,), the mean over the heads.
+        shares: (heads, 3) float64, the share of the weight on each of `PICTURE_GROUPS`.
+    """
+
+    query: int
+    weights: Tensor
+    mean: Tensor
+    shares: Tensor
+
+
+def read_by_query(layer: LayerRecord, query: int | str, *, sample: int = 0) -> QueryReading:
+    """Return what a query reads, for all heads at once; errors are those of `Record.image_weights`.
+
+    Args:
+        layer: a layer whose keys have places in pictures.
+        query: the index of the query, or the name of its token.
+        sample: which sample.
+    """
+    one = layer.sample(sample)
+    _boxes_of(layer, one)
+    index = query_index(one, query)
+    row = slice(index, index + 1)
+    weights, groups = one.weights(None, queries=row)[:, 0], group_of_keys(one.text)
+    times = weights * one.visible(queries=row).sum(-1).amax()
+    shares = weights.new_zeros(len(weights), len(PICTURE_GROUPS), dtype=torch.float64)
+    return QueryReading(index, times, times.mean(0), shares.index_add_(1, groups, weights.double()))
+
+
+def group_of_keys(text: Text) -> Tensor:
+    """Return the group of each key of a text with places, (keys,) int64: an index in `PICTURE_GROUPS`."""
+    assert text.boxes is not None
+    outside = text.boxes.picture == NO_PICTURE
+    return outside.long() * PICTURE_GROUPS.index("class" if text.ids is None else "words")
+
+
+def keys_of_view(boxes: PlaceTable, picture: int, view: int) -> Tensor:
+    """Return the key at each cell of a view, (rows, columns) int64; -1 where there is none.
+
+    Raises:
+        ArgumentError: there is no such view.
+        ProbeError: its keys form no grid.
+    """
+    own = ((boxes.picture == picture) & (boxes.view == view)).nonzero()[:, 0]
+    if not len(own):
+        raise ArgumentError(
+            f"There is no view {view!r} of a picture {picture!r}.",
+            f"Give {' or '.join(f'picture={each.picture}, view={each.view}' for each in boxes.views)}.",
+        )
+    cells = boxes.cell[own]
+    if bool((cells < 0).any()):
+        raise ProbeError(
+            "The tokens of the picture form no grid.", "Read their weights and boxes: layer.weights and text.boxes."
+        )
+    found = torch.full(tuple(cells[0, 2:].tolist()), -1)
+    found[cells[:, 0], cells[:, 1]] = own
+    return found
 
 
 def weights_in_picture(
@@ -171,21 +240,8 @@ def _boxes_of(layer: LayerRecord, one: SampleRecord) -> PlaceTable:
 
 def _spread(boxes: PlaceTable, values: Tensor, picture: int, view: int) -> Tensor:
     """Return the values of keys, (keys,), at the cells of a view: (rows, columns), NaN where no key is."""
-    own = (boxes.picture == picture) & (boxes.view == view)
-    if not bool(own.any()):
-        known = sorted({(int(p), int(v)) for p, v in zip(boxes.picture, boxes.view, strict=True) if p >= 0})
-        raise ArgumentError(
-            f"There is no view {view!r} of a picture {picture!r}.",
-            f"Give {' or '.join(f'picture={p}, view={v}' for p, v in known)}.",
-        )
-    cells = boxes.cell[own]
-    if bool((cells < 0).any()):
-        raise ProbeError(
-            "The tokens of the picture form no grid.", "Read their weights and boxes: layer.weights and text.boxes."
-        )
-    found = values.new_full(tuple(cells[0, 2:].tolist()), torch.nan)
-    found[cells[:, 0], cells[:, 1]] = values[own]
-    return found
+    keys = keys_of_view(boxes, picture, view)
+    return torch.where(keys < 0, torch.nan, values[keys])
 
 
 def _mean_of_heads(one: SampleRecord, head: int | Literal["mean"], rows: slice) -> Tensor:

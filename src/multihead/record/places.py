@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -13,6 +15,10 @@ NO_PICTURE = -1
 """The `picture` of a key that depends on no picture, such as a class token, a register or a word."""
 NO_PLACE = -2
 """The `picture` of a key that depends on pictures, but on no place of its own in one."""
+
+
+LONGEST_SIDE = 640
+"""Pixels of the longer side of the copy of a picture that a record keeps, at most."""
 
 
 class Box(NamedTuple):
@@ -48,6 +54,77 @@ class Place(NamedTuple):
     patch: int
     box: Box | None
     cell: Cell | None
+
+
+class View(NamedTuple):
+    """A view of a picture whose keys a layer reads.
+
+    Attributes:
+        picture: number of the picture.
+        view: number of the view of the picture.
+        rows: number of rows of its grid; 0 if its keys form none.
+        columns: number of columns of its grid; 0 if its keys form none.
+    """
+
+    picture: int
+    view: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A small grey copy of a picture that a model has read.
+
+    Attributes:
+        grey: (rows, columns) uint8, from black to white, with at most `LONGEST_SIDE` rows and columns.
+        width: width of the picture itself, in the pixels in which boxes are given.
+        height: its height.
+
+    >>> Picture.from_levels(torch.rand(3, 1280), 1280, 3)
+    <Picture: 1280 x 3 pixels, kept as 640 x 2>
+    """
+
+    grey: Tensor
+    width: int
+    height: int
+
+    @staticmethod
+    def from_levels(levels: Tensor, width: int, height: int, *, span: tuple[float, float] | None = None) -> Picture:
+        """Make the copy of a picture from its grey levels.
+
+        Args:
+            levels: (rows, columns), in any unit.
+            width: width of the picture in pixels.
+            height: height of the picture in pixels.
+            span: the levels of black and white; None takes the lowest and the highest.
+        """
+        levels = levels.float()
+        longest = max(levels.shape)
+        if longest > LONGEST_SIDE:
+            rows, columns = (-(-each * LONGEST_SIDE // longest) for each in levels.shape)
+            levels = torch.nn.functional.adaptive_avg_pool2d(levels[None], (rows, columns))[0]
+        levels = levels.nan_to_num(0, 0, 0)
+        low, high = (float(levels.amin()), float(levels.amax())) if span is None else span
+        grey = (levels - low) * (255 / (high - low) if high > low else 0.0)
+        return Picture(grey.clamp(0, 255).round().to(torch.uint8), width, height)
+
+    def png(self) -> bytes:
+        """Return the copy as a PNG file."""
+        rows, columns = self.grey.shape
+        lines = torch.nn.functional.pad(self.grey, (1, 0))  # each line begins with its filter, 0
+        header = struct.pack(">IIBBBBB", columns, rows, 8, 0, 0, 0, 0)  # 8 bits of grey
+        parts = {b"IHDR": header, b"IDAT": zlib.compress(lines.numpy().tobytes(), 9), b"IEND": b""}
+        chunks = (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+            for name, data in parts.items()
+        )
+        return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+    def __repr__(self) -> str:
+        """Return one line: the sizes of the picture and of the copy."""
+        rows, columns = self.grey.shape
+        return f"<Picture: {self.width} x {self.height} pixels, kept as {columns} x {rows}>"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +174,16 @@ class PlaceTable:
         return bool((self.picture >= 0).any())
 
     @property
+    def views(self) -> list[View]:
+        """The views of pictures that have keys, in order."""
+        of_view = torch.cat([self.picture[..., None], self.view[..., None], self.cell[..., 2:].clamp(min=0)], -1)
+        return [View(*each) for each in of_view[self.picture >= 0].unique(dim=0).tolist()]
+
+    @property
     def grid(self) -> tuple[int, int] | None:
         """Numbers of rows and columns, if all places are of one view of one picture and form a grid; else None."""
-        placed = self.picture >= 0
-        of_view = torch.cat([self.picture[..., None], self.view[..., None], self.cell[..., 2:]], -1)[placed].unique(
-            dim=0
-        )
-        return tuple(of_view[0, 2:].tolist()) if len(of_view) == 1 and of_view[0, 2] > 0 else None
+        views = self.views
+        return (views[0].rows, views[0].columns) if len(views) == 1 and views[0].rows > 0 else None
 
     def names(self) -> list[str | None]:
         """Return the names of the keys of a table of one row; None for a key that comes from no picture.

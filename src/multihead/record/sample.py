@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,18 @@ class OwnStatistics(dict[str, Statistic]):
         return OwnStatistics, ({name: each.without_function() for name, each in self.items()},)
 
 
+class ChangedStatistics(NamedTuple):
+    """How statistics of a sample differ from those that were measured while the model ran.
+
+    Attributes:
+        added: name -> (heads, queries).
+        left_out: names of statistics per query.
+    """
+
+    added: dict[str, Tensor]
+    left_out: Set[str]
+
+
 @dataclass(eq=False, repr=False)
 class SampleRecord:
     """One sample (one text) in one layer, without padding; the calls of cached decoding are merged.
@@ -93,7 +105,7 @@ class SampleRecord:
     _per_key: dict[str, Tensor] = field(default_factory=dict)  # (heads, keys) each, over all calls
     _maps: dict[str, Tensor] = field(default_factory=dict)  # (heads, rows, columns) each
     _calls_of_maps: int = 0  # number of calls that the maps are of
-    _later: Callable[[SampleRecord], dict[str, Tensor]] | None = None  # see `measure_later`
+    _later: Callable[[SampleRecord], ChangedStatistics] | None = None  # see `measure_later`
     _added: dict[str, Tensor] = field(default_factory=dict)  # the statistics that were measured later
     _left_out: Set[str] = frozenset()  # names of statistics per query
 
@@ -189,25 +201,17 @@ class SampleRecord:
     @property
     def per_query(self) -> dict[str, Tensor]:
         """Statistics with one number per query: name -> (heads, queries)."""
-        if self._later is not None:
-            later, self._later = self._later, None
-            self._added |= later(self)
+        if (later := self._later) is not None:
+            self._added, self._left_out = later(self)
+            self._later = None
         found = self._per_query
         if found is None:
             found = {} if self.table is None else self.table.statistics_of(self.text_in_table)
         return {name: values for name, values in found.items() if name not in self._left_out} | self._added
 
-    def measure_later(
-        self, measure: Callable[[SampleRecord], dict[str, Tensor]] | None, *, without: Set[str] = frozenset()
-    ) -> None:
-        """Add statistics that are measured when the statistics of the sample are first read.
-
-        Args:
-            measure: returns name -> (heads, queries); None adds nothing.
-            without: names of statistics that are left out.
-        """
-        self._later, self._left_out = measure, self._left_out | without
-        self._added = {name: values for name, values in self._added.items() if name not in without}
+    def measure_later(self, measure: Callable[[SampleRecord], ChangedStatistics]) -> None:
+        """Change the statistics of the sample when they are first read."""
+        self._later = measure
 
     @property
     def means(self) -> dict[str, Tensor]:
@@ -243,7 +247,7 @@ class SampleRecord:
     def set_statistics(self, statistics: dict[str, Tensor]) -> None:
         """Replace all statistics of the sample, which are over all its calls."""
         self._per_query, self._per_key, self._maps = self._divide_by_axes(statistics)
-        self._calls_of_maps, self._added, self._left_out = len(self.calls), {}, frozenset()
+        self._calls_of_maps, self._later, self._added, self._left_out = len(self.calls), None, {}, frozenset()
 
     def _divide_by_axes(self, statistics: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
         """Divide statistics by their axes: those per query, those per key, and maps."""

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from multihead.files import check_writable, open_atomically
 from multihead.probes.catalogue import REPEAT_PROBES, statistic
 from multihead.probes.probe import Probe
 from multihead.record.layer import RecordContents, empty_layer_error
-from multihead.record.places import PlaceTable
+from multihead.record.places import Picture, PlaceTable
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
@@ -206,7 +207,7 @@ class _StoredTexts:
             return None
         ids = None if text.ids is None else text.ids.tolist()
         parts = (ids, text.tokens, text.special, text.gaps)
-        key = *(None if part is None else tuple(part) for part in parts), _content_of_boxes(text)
+        key = *(None if part is None else tuple(part) for part in parts), _content_of_pictures(text)
         if key not in self.known:
             self.known[key] = len(self.texts)
             self.texts.append(text)
@@ -220,14 +221,22 @@ class _StoredTexts:
                 "special": None if text.special is None else [int(each) for each in text.special],
                 **({} if text.gaps is None else {"gaps": text.gaps}),
                 **({} if text.boxes is None else {"boxes": _boxes_as_json(text.boxes, tensors, f"texts.{index}")}),
+                **({"pictures": list(map(partial(_picture_as_json, tensors), text.pictures))} if text.pictures else {}),
             }
             for index, text in enumerate(self.texts)
         ]
 
 
-def _content_of_boxes(text: Text) -> bytes:
-    """Return bytes that are equal for equal places of the tokens of texts."""
-    return b"" if text.boxes is None else b"".join(bytes(_little_endian_bytes(each)) for each in text.boxes.columns)
+def _content_of_pictures(text: Text) -> bytes:
+    """Return bytes that are equal for texts with equal pictures, and equal places of their tokens in these."""
+    parts = [each.grey for each in text.pictures] + ([] if text.boxes is None else text.boxes.columns)
+    return b"".join(bytes(_little_endian_bytes(each)) for each in parts)
+
+
+def _picture_as_json(tensors: TensorStore, picture: Picture) -> dict[str, Any]:
+    """Store the copy of a picture, once if texts share it, and return its size and the name of the tensor."""
+    name = tensors.add_tensor(f"pictures.{len(tensors.by_name)}", picture.grey)
+    return {"width": picture.width, "height": picture.height, "grey": name}
 
 
 def _boxes_as_json(boxes: PlaceTable, tensors: TensorStore, name: str) -> dict[str, str]:

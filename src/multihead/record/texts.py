@@ -7,14 +7,15 @@ would show different spaces.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from multihead.record.notebook import number_with_noun
-from multihead.record.places import NO_PICTURE, PlaceTable
+from multihead.record.places import NO_PICTURE, Picture, PlaceTable
 
 __all__ = ["Text"]
 
@@ -29,6 +30,7 @@ class Text:
         special: whether each token is a special one such as [CLS], or None if unknown.
         gaps: the text between each token and the previous one (None where unknown), or None if all are unknown.
         boxes: the place in a picture that each token comes from; None for a text without pictures.
+        pictures: small grey copies of its pictures, by their numbers in `boxes`; () if they are unknown.
 
     >>> Text(tokens=["The", " cat"]).length
     2
@@ -39,6 +41,7 @@ class Text:
     special: list[bool] | None = None
     gaps: list[str | None] | None = None
     boxes: PlaceTable | None = None
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def length(self) -> int:
@@ -55,6 +58,7 @@ class Text:
             None if self.special is None else self.special[cut],
             None if self.gaps is None else self.gaps[cut],
             None if self.boxes is None else self.boxes.select(cut),
+            self.pictures,
         )
 
     def select_tokens(self, positions: list[int]) -> Text:
@@ -64,6 +68,7 @@ class Text:
             None if self.tokens is None else [self.tokens[each] for each in positions],
             None if self.special is None else [self.special[each] for each in positions],
             boxes=None if self.boxes is None else self.boxes.select(torch.tensor(positions, dtype=torch.int64)),
+            pictures=self.pictures,
         )
 
 
@@ -73,13 +78,25 @@ class GrowingText:
 
     Attributes:
         complete_text: the complete text with its tokens and special flags, set after recording; None until then.
-        pictures: the places of its first tokens in pictures; None without pictures.
+        find_pictures: returns `pictures`; called at the first read, because measuring places runs the model.
     """
 
     complete_text: Text | None = None
-    pictures: PictureTokens | None = None
+    find_pictures: Callable[[], PictureTokens | None] | None = None
+    _pictures: PictureTokens | None = None
     _ids: list[Tensor] | None = None  # of the calls; None if some ids are unknown
     _num_ids: int = 0
+
+    @property
+    def pictures(self) -> PictureTokens | None:
+        """The places of its first tokens in pictures; None without pictures."""
+        if (find := self.find_pictures) is not None:
+            self._pictures, self.find_pictures = find(), None
+        return self._pictures
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes, for copies and pickles, which cannot measure places."""
+        return vars(self) | {"_pictures": self.pictures, "find_pictures": None}
 
     @staticmethod
     def from_text(text: Text) -> GrowingText:
@@ -88,8 +105,10 @@ class GrowingText:
         if text.boxes is not None:
             own = enumerate(text.tokens or ()) if text.ids is None else ()
             outside = (text.boxes.picture == NO_PICTURE).tolist()
-            pictures = PictureTokens.from_places(text.boxes, {key: name for key, name in own if outside[key]})
-        return GrowingText(text, pictures, None if text.ids is None else [text.ids], text.length)
+            names = {key: name for key, name in own if outside[key]}
+            pictures = PictureTokens.from_places(text.boxes, names, text.pictures)
+        ids = None if text.ids is None else [text.ids]
+        return GrowingText(text, _pictures=pictures, _ids=ids, _num_ids=text.length)
 
     @property
     def ids(self) -> Tensor | None:
@@ -126,14 +145,18 @@ class PictureTokens:
         boxes: their places, (tokens,).
         names: their names; None for a token that has a text of its own.
         gaps: the text between each token and the previous one; None for a token that has a text of its own.
+        pictures: small copies of the pictures, by their numbers in `boxes`; () if they are unknown.
     """
 
     boxes: PlaceTable
     names: list[str | None]
     gaps: list[str | None]
+    pictures: tuple[Picture, ...] = ()
 
     @staticmethod
-    def from_places(boxes: PlaceTable, own_names: Mapping[int, str]) -> PictureTokens:
+    def from_places(
+        boxes: PlaceTable, own_names: Mapping[int, str], pictures: tuple[Picture, ...] = ()
+    ) -> PictureTokens:
         """Name tokens by their places, (tokens,), and those that come from no picture by `own_names`, key -> name.
 
         >>> PictureTokens.from_places(PlaceTable.without_places(2), {0: "[CLS]"}).name_tokens(Text(), 2).tokens
@@ -148,7 +171,7 @@ class PictureTokens:
             ("\n" if begin else " ") if place else None
             for begin, place in zip(begins.tolist(), placed.tolist(), strict=True)
         ]
-        return PictureTokens(boxes, names, gaps)
+        return PictureTokens(boxes, names, gaps, pictures)
 
     def name_tokens(self, text: Text, length: int) -> Text:
         """Return a text of `length` tokens with the places and names of its picture tokens."""
@@ -160,7 +183,7 @@ class PictureTokens:
         names, tokens, special = [*self.names, *nothing[:more]], text.tokens, text.special
         if tokens is None:
             if text.ids is not None:
-                return replace(text, boxes=boxes)
+                return replace(text, boxes=boxes, pictures=self.pictures)
             tokens = [f"no place {number}" for number in range(1, length + 1)]
             special = (boxes.picture == NO_PICTURE).tolist() if special is None else special
         gaps = zip([*self.gaps, *nothing[:more]], text.gaps or nothing, strict=True)
@@ -170,6 +193,7 @@ class PictureTokens:
             special=special,
             gaps=[known if own is None else own for own, known in gaps],
             boxes=boxes,
+            pictures=self.pictures,
         )
 
 
