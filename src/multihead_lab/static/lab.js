@@ -21,7 +21,7 @@ function picture(rows, causal) {
 const ramp = () =>
   el('div', { className: 'ramp' }, el('span', { textContent: translate('scale') }), tickedRamp(220, SCALE, 1));
 
-function measures(task, look) {
+function measures(/** @type {LabTask} */ task, /** @type {LabLook} */ look) {
   const cells = Object.entries(look.measures).flatMap(([name, value]) => {
     const label = el('span', {
       textContent: translate('measure.' + (task.name === 'one' && name === 'first lookup' ? 'only lookup' : name)),
@@ -32,7 +32,7 @@ function measures(task, look) {
   return el('div', { className: 'measures' }, ...cells);
 }
 
-function show(box, task, chosen) {
+function show(box, /** @type {LabTask} */ task, /** @type {number} */ chosen) {
   const course = task.courses.find(one => one.heads === chosen);
   const line = el('p', { className: 'note num', role: 'status', textContent: translate('point') });
   const label = `${document.getElementById('h-' + task.name).textContent} ${headsName(chosen)}`;
@@ -44,7 +44,7 @@ function show(box, task, chosen) {
 }
 
 // The maps of each head at each step, and its measures at the end; `line` says which weight is under the pointer.
-function gridOf(task, course, line) {
+function gridOf(/** @type {LabTask} */ task, /** @type {LabCourse} */ course, line) {
   const { moments } = course;
   const grid = el(
     'div',
@@ -55,7 +55,7 @@ function gridOf(task, course, line) {
   );
   grid.style.setProperty('--n', String(moments.length));
   moments.at(-1).looks.forEach((look, i) => {
-    const name = translate(isCausal(task) ? 'layer head' : 'only head', look);
+    const name = translate(isCausal(task) ? 'layer head' : 'only head', { layer: look.layer, head: look.head });
     grid.append(
       el('span', { className: 'nm', textContent: name }),
       ...moments.map(moment => mapOf(task, moment, i, name, line)),
@@ -65,10 +65,10 @@ function gridOf(task, course, line) {
   return grid;
 }
 
-const isCausal = task => task.name === 'induction';
+const isCausal = (/** @type {LabTask} */ task) => task.name === 'induction';
 
 // The map of head i at a step.
-function mapOf(task, { step, looks }, i, name, line) {
+function mapOf(/** @type {LabTask} */ task, /** @type {LabMoment} */ { step, looks }, i, name, line) {
   const causal = isCausal(task);
   const rows = looks[i].picture;
   const map = picture(rows, causal);
@@ -88,7 +88,7 @@ function mapOf(task, { step, looks }, i, name, line) {
   return map;
 }
 
-const choiceOfHeads = (box, task, chosen) =>
+const choiceOfHeads = (box, /** @type {LabTask} */ task, /** @type {number} */ chosen) =>
   el(
     'div',
     { className: 'seg', role: 'group', 'aria-label': translate('choose heads') },

@@ -71,6 +71,7 @@ function example([value, place, position, key, keyToken, start, tokens, values],
     gaps: parts.map((part, p) => (part.startsWith(' ') || special[p] || special[p - 1] ? ' ' : '')),
     flags: parts.map((part, p) => (special[p] ? SPECIAL_FLAG : part === CONTINUATION_MARK ? PIECE_FLAG : 0)),
     labels: parts,
+    tail: '',
   };
   const box = el('p', { className: 'reading' });
   const shown = el('div');

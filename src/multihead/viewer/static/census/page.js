@@ -227,7 +227,7 @@ function findings() {
 }
 
 // The kinds that heads have, with their chance and the heads with the largest shares.
-function kindsFound({ label, found }, run) {
+function kindsFound(/** @type {CensusRun} */ { label, found }, /** @type {number} */ run) {
   const heading = ['kind', 'heads', 'chance', 'largest shares'].map(key =>
     el('th', { scope: 'col', textContent: translate('found.' + key) }),
   );

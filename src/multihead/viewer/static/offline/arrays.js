@@ -36,7 +36,7 @@ async function inflate(name) {
 }
 
 /** Convert `count` numbers from the planes of bytes in which an array is stored. */
-function decode(bytes, { coding, top = 1 }, count) {
+function decode(bytes, /** @type {StoredArray} */ { coding, top = 1 }, count) {
   if (coding === 'float32') return decodeFloats(bytes, count);
   const codeAt = { linear16: code16, root16: code16, root12: code12, root8: code8 }[coding];
   const steps = 2 ** Number(coding.replace(/\D/g, '')) - 2;

@@ -66,7 +66,7 @@ export function passesFilter(filter, statistics, i, head) {
 
 // Explain in a sentence why a word of a filter matches no head, whatever the numbers are: it is unknown, or names a
 // statistic that was not recorded; '' if there is no such word. `heads` are described as for `fits`.
-export function explainNoMatch(filter, statistics, unrecorded, heads) {
+export function explainNoMatch(filter, statistics, /** @type {UnrecordedStatistic[]} */ unrecorded, heads) {
   const missing = one =>
     translate(LEGEND.some(kind => kind.repeats && kind.id === one.id) ? 'filter.unmeasured' : 'filter.unrecorded', {
       label: one.label,

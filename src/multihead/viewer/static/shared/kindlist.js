@@ -4,7 +4,8 @@
 /** @type {KindDescription[]} */
 export const LEGEND = [];
 
-export const addLegend = kinds => LEGEND.push(...kinds.filter(kind => !LEGEND.some(each => each.id === kind.id)));
+export const addLegend = (/** @type {KindDescription[]} */ kinds) =>
+  LEGEND.push(...kinds.filter(kind => !LEGEND.some(each => each.id === kind.id)));
 
 const known = id => LEGEND.find(kind => kind.id === id);
 export const labelOfKind = id => known(id)?.label ?? id;

@@ -99,13 +99,13 @@ export const numbersTable = (statistics, i) =>
   );
 
 // [label, definition] of the statistics that have one: in the texts of the page, or as their own text.
-export const definedStatistics = statistics =>
+export const definedStatistics = (/** @type {Pick<ColumnDescription, 'id' | 'label' | 'about'>[]} */ statistics) =>
   statistics
     .map(({ id, label, about }) => [label, hasText('definition.' + id) ? translate('definition.' + id) : about])
     .filter(([, words]) => words);
 
 // Fill a box with the definitions of statistics, and of the kinds of a legend that were measured.
-export function showDefinitions(box, statistics, legend) {
+export function showDefinitions(box, statistics, /** @type {KindDescription[]} */ legend) {
   const entry = (title, words, kind) =>
     el(
       'div',

@@ -14,7 +14,7 @@ const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10ff
 export const directionOfWords = words => (RIGHT_TO_LEFT.test(LETTER.exec(words)?.[0] ?? '') ? 'rtl' : 'ltr');
 const NAMED_CHARACTERS = /U\+[0-9A-F]{4}|<0x[0-9A-F]{2}>/g; // written by tokens.py, in Latin letters
 // The direction of a whole text, without its special tokens; a part of it has the same.
-export function directionOf(text) {
+export function directionOf(/** @type {TokenLayout & { direction?: string }} */ text) {
   text.direction ??= directionOfWords(
     text.shown
       .find((token, p) => !(text.flags[p] & SPECIAL_FLAG) && LETTER.test(token.replace(NAMED_CHARACTERS, '')))
@@ -28,7 +28,7 @@ export const isolateToken = token => (RIGHT_TO_LEFT.test(token) ? `\u2068${token
 export const quoteToken = token => translate('quoted', { token: isolateToken(token) });
 
 // A token joins the one before it if the text between them is empty and neither is special, as pieces of a word do.
-const joins = (text, p) =>
+const joins = (/** @type {TokenLayout} */ text, /** @type {number} */ p) =>
   p > 0 &&
   p < text.shown.length &&
   !text.gaps[p] &&
@@ -37,7 +37,7 @@ const joins = (text, p) =>
 
 // A special token is no part of the sentence around it; the others are ordered as the text is, so that the words of a
 // sentence in the other direction, and the pieces of a number, stay in their order.
-function span(text, p) {
+function span(/** @type {TokenLayout} */ text, /** @type {number} */ p) {
   const flags = text.flags[p];
   const token = text.shown[p];
   const made = el(flags & SPECIAL_FLAG ? 'bdi' : 'span', {
@@ -50,12 +50,12 @@ function span(text, p) {
       (joins(text, p + 1) ? ' joins' : ''),
     textContent: token.length > MAX_CHARACTERS ? token.slice(0, MAX_CHARACTERS) + '…' : token,
   });
-  made.dataset.p = p;
+  made.dataset.p = String(p);
   return made;
 }
 
 // Fill a box with the tokens from `from` up to `to`, in the direction of the whole text; returns their spans.
-export function setText(box, text, from, to) {
+export function setText(box, /** @type {TokenLayout} */ text, from, to) {
   box.dir = directionOf(text);
   const parts = [];
   const spans = [];

@@ -79,9 +79,10 @@ async function ask() {
   begun = wanted;
   $('going').textContent = translate('continuation now');
   try {
-    await requestLines(`api/continuation?${queryOfState()}`, mine.signal, line => {
+    await requestLines(`api/continuation?${queryOfState()}`, mine.signal, (/** @type {ContinuationLine} */ line) => {
       if (mine !== control) return;
-      for (const side of SIDES) sides[side].push(...(line[side] ?? []));
+      sides.before.push(...(line.before ?? []));
+      sides.after.push(...(line.after ?? []));
       show(sides.before, sides.after, !!line.done);
     });
     if (mine === control) $('going').textContent = translate('continuation note');

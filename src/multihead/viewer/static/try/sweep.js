@@ -38,7 +38,7 @@ function largestEffects() {
 }
 
 // How long the sweep took, and the peak memory of the process where the operating system reports it.
-function summary({ seconds, floor_seconds, peak_mib }, heads) {
+function summary(/** @type {SweepEnd} */ { seconds, floor_seconds, peak_mib }, /** @type {number} */ heads) {
   const took = translate('sweep took', {
     n: formatCount(heads),
     seconds: seconds.toFixed(1),
@@ -63,18 +63,24 @@ export async function runSweep(begin, failed) {
   effectOfHead.clear();
   colourBy('effect');
   sweepButton();
+  /** @type {SweepOfLayer | null} */
   let last = null;
+  /** @type {SweepEnd | null} */
   let whole = null;
   try {
-    await requestLines(`api/sweep?${queryOfState({ heads: '', ...placeAsked(chosenPlace()) })}`, mine.signal, line => {
-      if (mine !== control) return;
-      if (line.effects) {
-        for (const [h, value] of line.effects.entries()) effectOfHead.set(record.index(line.layer, h), value);
-        last = line;
-        $('swept').textContent = translate('sweep progress', { done: line.done, total: line.total });
-        paintGrid();
-      } else whole = line;
-    });
+    await requestLines(
+      `api/sweep?${queryOfState({ heads: '', ...placeAsked(chosenPlace()) })}`,
+      mine.signal,
+      (/** @type {SweepOfLayer | SweepEnd} */ line) => {
+        if (mine !== control) return;
+        if ('effects' in line) {
+          for (const [h, value] of line.effects.entries()) effectOfHead.set(record.index(line.layer, h), value);
+          last = line;
+          $('swept').textContent = translate('sweep progress', { done: line.done, total: line.total });
+          paintGrid();
+        } else whole = line;
+      },
+    );
   } catch (error) {
     if (!mine.signal.aborted) failed(error);
   }

@@ -8,10 +8,15 @@ import { answers, chosenPlace, state } from './state.js';
 
 const LEAST = 0.5; // nats, the end of the scale of changes where all are smaller
 
+/** @type {TokenLayout & { tokens: TrialToken[] } | null} */
 let layout = null;
 let spans = [];
 
 // Lay out the tokens of several sentences, each on its own line.
+/**
+ * @param {TrialToken[]} tokens
+ * @returns {TokenLayout}
+ */
 function laidOut(tokens) {
   const starts = p => p > 0 && tokens[p].sentence !== tokens[p - 1].sentence;
   return {
@@ -24,19 +29,19 @@ function laidOut(tokens) {
 }
 
 // The layout of the text that is shown: of a language model the viewer's, of an encoder one over all sentences.
-function layoutOf({ model, words: { tokens }, record }) {
+function layoutOf({ model, words: { tokens }, record } = answers) {
   if (layout?.tokens !== tokens)
     layout = { tokens, ...(model.kind !== 'encoder' && record.texts[0] ? record.texts[0] : laidOut(tokens)) };
   return layout;
 }
-export const labelOfPlace = p => layoutOf(answers).labels[p];
+export const labelOfPlace = p => layoutOf().labels[p];
 
 // How the loss of each token changed; null where it is unknown.
-const changesOf = ({ words: { tokens }, change }) =>
+const changesOf = ({ words: { tokens }, change } = answers) =>
   tokens.map((one, p) => (isKnown(one.loss) && isKnown(change.losses?.[p]) ? change.losses[p] - one.loss : null));
 
 // The names of the tokens for screen readers and titles: the token, its loss, the change of its loss.
-const namesOf = (tokens, moved) =>
+const namesOf = (/** @type {TrialToken[]} */ tokens, /** @type {(number | null)[]} */ moved) =>
   tokens.map((one, p) =>
     [
       layout.labels[p],
@@ -50,11 +55,11 @@ const namesOf = (tokens, moved) =>
 export function drawWords(choose) {
   const { tokens } = answers.words;
   const box = $('words');
-  layoutOf(answers);
+  layoutOf();
   spans = setText(box, layout, 0, tokens.length);
   const losses = tokens.map(one => one.loss).filter(isKnown);
   const top = roundUp(Math.max(LEAST, ...losses));
-  const moved = changesOf(answers);
+  const moved = changesOf();
   const end = roundUp(Math.max(LEAST, ...moved.filter(isKnown).map(Math.abs)));
   const labels = namesOf(tokens, moved);
   makeChoosable(box, spans, translate('the text'), labels, chosenPlace(), choose);

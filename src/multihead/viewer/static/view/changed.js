@@ -59,7 +59,11 @@ const body = (columns, rows) =>
   );
 const said = sentences => sentences.map(sentence => el('p', { textContent: sentence }));
 
-function show(/** @type {Sample} */ record, answer) {
+/**
+ * @param {Sample} record
+ * @param {ChangedHeads} answer
+ */
+function show(record, answer) {
   $('changednote').hidden = !answer.sameTexts;
   if (answer.kinds) showKinds(answer);
   else if (answer.heads.length) showHeads(record, answer);
@@ -67,7 +71,7 @@ function show(/** @type {Sample} */ record, answer) {
 }
 
 // Of two models, the kinds of their heads.
-function showKinds({ kinds, sentences }) {
+function showKinds(/** @type {ChangedHeads} */ { kinds, sentences }) {
   const rows = kinds.map(([kind, label, before, after]) =>
     el(
       'tr',
@@ -81,7 +85,7 @@ function showKinds({ kinds, sentences }) {
   $('changed').replaceChildren(...said(sentences), body(columns, rows));
 }
 
-function showNone({ sentences = [], error }) {
+function showNone(/** @type {ChangedHeads} */ { sentences = [], error }) {
   const note = error || (sentences.length ? '' : translate('no changed'));
   $('changed').replaceChildren(
     ...said(sentences),
@@ -90,7 +94,11 @@ function showNone({ sentences = [], error }) {
 }
 
 // The heads of one model, on the same texts with their divergence, else with what clearly changed.
-function showHeads(/** @type {Sample} */ record, { heads, every, sentences, all, sameTexts }) {
+/**
+ * @param {Sample} record
+ * @param {ChangedHeads} answer
+ */
+function showHeads(record, { heads, every, sentences, all, sameTexts }) {
   const most = Math.max(...heads.map(one => one.divergence ?? 0)) || 1;
   const measured = sameTexts
     ? [
@@ -116,8 +124,17 @@ function showHeads(/** @type {Sample} */ record, { heads, every, sentences, all,
   );
 }
 
+const statisticChanged = (/** @type {StatisticChangeDescription} */ { label, before, after }) =>
+  translate('changed statistic', { label, before, after });
+
 // The row of a changed head; the bar of its divergence is full at `most`.
-function rowOf(/** @type {Sample} */ record, { layer, head, divergence, kinds, change }, sameTexts, most) {
+/**
+ * @param {Sample} record
+ * @param {ChangedHeadDescription} changed
+ * @param {boolean} sameTexts
+ * @param {number} most
+ */
+function rowOf(record, { layer, head, divergence, kinds, change }, sameTexts, most) {
   const link = el('a', {
     href: toBoth(record.run, record.sample, layer, head, other),
     textContent: record.short(record.index(layer, head)),
@@ -130,7 +147,7 @@ function rowOf(/** @type {Sample} */ record, { layer, head, divergence, kinds, c
     {},
     el('th', { scope: 'row' }, link),
     ...(sameTexts ? [el('td', {}, bar())] : []),
-    el('td', { className: 't', textContent: change ? translate('changed statistic', change) : '' }),
+    el('td', { className: 't', textContent: change ? statisticChanged(change) : '' }),
     el(
       'td',
       { className: 't' },

@@ -138,7 +138,7 @@ function findingsOfAll(run) {
   }
   return together.get(run);
 }
-function choiceOfTexts({ samples, texts }) {
+function choiceOfTexts(/** @type {RunDescription} */ { samples, texts }) {
   const choice = (all, words) =>
     el('button', {
       textContent: words,

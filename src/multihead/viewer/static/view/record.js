@@ -90,7 +90,7 @@ export class Sample extends HeadList {
   }
 
   // The texts of a layer's queries and keys; position p of a side is token p + from of its text.
-  sides(layer) {
+  sides(/** @type {LayerDescription} */ layer) {
     const text = n => this.texts[n] ?? null;
     return {
       query: { text: text(layer.queryText), from: layer.crosses ? 0 : layer.queryStart },
