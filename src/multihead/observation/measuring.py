@@ -26,10 +26,9 @@ from multihead.probes.lookups import weight_at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import PartValues, Probe, Statistic
 from multihead.probes.statistics import complete_statistics, parts_of_probes, possible_probes, statistics_of_call
-from multihead.record.batch import SampleSpans
+from multihead.record.batch import CallTokenIds, SampleSpans, is_among
 from multihead.record.chance import with_zero_scores
 from multihead.record.text_rows import MeasuredRows, TextRows
-from multihead.record.token_ids import CallTokenIds, is_among
 from multihead.tensors.shapes import AttentionShape
 
 MAX_LOOKED_UP_SPECIAL_KEYS = 4  # with more special tokens per text, a pass over all keys is faster than look-ups

@@ -55,6 +55,7 @@ from multihead.probes.statistics import (
     statistics_of_call,
 )
 from multihead.record.batch import (
+    CallTokenIds,
     KeptRows,
     SampleSpans,
     WaitingCall,
@@ -73,7 +74,6 @@ from multihead.record.segments import Segment, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
 from multihead.record.text_rows import MeasuredRows, TextRows, occurred_before
 from multihead.record.text_table import RowsInTensor
-from multihead.record.token_ids import CallTokenIds
 from multihead.scores.bias import values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 
