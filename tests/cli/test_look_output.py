@@ -15,9 +15,8 @@ from multihead.probes.catalogue import LARGEST_KEY, NEAR_MASS, PROBES, REPEAT_PR
 from multihead.probes.choices import TERMINAL_COLUMNS, TERMINAL_DROP_ORDER
 from multihead.record.chance import ChanceComparison
 from multihead.record.memory_use import MemoryUse
-from multihead.record.profiles import LayerProfile, kinds_of_heads
+from multihead.record.profiles import LayerProfile, Visibility, kinds_of_heads
 from multihead.record.repeated import RepeatedTokens
-from multihead.record.visibility import Visibility
 from multihead.viewer.report import ReportSummary
 
 

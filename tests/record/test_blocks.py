@@ -13,7 +13,7 @@ from multihead.errors import ArgumentError, ProbeError
 from multihead.layer.cache import KeyValueCache
 from multihead.masks.documents import Chunks
 from multihead.probes.blocks import CancelledError
-from multihead.record.blocks import checked_slice_ends
+from multihead.record.blocks import checked_slice_ends, query_blocks
 from multihead.record.sample import SampleRecord
 from tests.observation.recorded import asked
 
@@ -93,3 +93,8 @@ def test_steps_empty_blocks_and_missing_weights_are_refused() -> None:
     with pytest.raises(ProbeError):
         asked(watch={"keep": "statistics"}).layers[0].sample().map(0)
     assert checked_slice_ends(slice(5, 2), 9) == (5, 5)
+
+
+def test_blocks_of_queries_cover_all_of_them() -> None:
+    blocks = list(query_blocks(1000, 100_000))
+    assert [row for block in blocks for row in range(block.start, block.stop)] == list(range(1000))

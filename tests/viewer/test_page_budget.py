@@ -122,7 +122,7 @@ def test_where_not_even_those_are_had_a_long_text_keeps_its_pooled_maps(
 
 
 def test_maps_are_read_head_by_head_and_in_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multihead.record.visibility.MAX_TILE_CELLS", 1200)
+    monkeypatch.setattr("multihead.record.blocks.MAX_TILE_CELLS", 1200)
     record = a_record()
     page_budget.encode_fitting_maps(record, sample=0, room=60_000)
     for layer in record.layers:

@@ -1,4 +1,4 @@
-"""Sum the weights in blocks of a sample's attention map over its segments; check slices and head indices."""
+"""Blocks of a sample's attention map: sum the weights of each over segments; check slices and head indices."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from multihead.errors.arguments import check_slice
 from multihead.kernels.call import AttentionRequest
 from multihead.probes.blocks import BlockSums, sum_weights_over_blocks
 from multihead.record.segments import Segment
+from multihead.tensors.shapes import consecutive_slices
+
+MAX_TILE_CELLS = 1 << 20
+"""Largest number of heads x queries x keys in a tile: 8 MB in float64, to fit into a CPU cache."""
 
 
 def sum_blocks(
@@ -58,6 +62,15 @@ def sum_blocks(
                 found.sums[:, target[0], target[1]] += part.sums.cpu()
                 found.counts[:, target[0], target[1]] += part.counts.cpu()
     return found
+
+
+def query_blocks(num_queries: int, cells_per_query: int) -> Iterator[slice]:
+    """Return slices of queries with at most `MAX_TILE_CELLS` cells each, but at least one query.
+
+    >>> list(query_blocks(5, 1 << 19))
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    return consecutive_slices(num_queries, max(1, MAX_TILE_CELLS // max(1, cells_per_query)))
 
 
 def checked_slice_indices(chosen: slice, length: int, name: str) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multihead.errors import ProbeError
 from multihead.probes.catalogue import LARGEST_KEY, LARGEST_WEIGHT
-from multihead.record.visibility import query_blocks
+from multihead.record.blocks import query_blocks
 from multihead.viewer.tiles import visible_weights
 
 if TYPE_CHECKING:
