@@ -44,8 +44,8 @@ from multihead.record.layer import LayerRecord, kinds_of_summary
 from multihead.record.notebook import HeadOfLayer
 from multihead.record.profiles import LayerKinds
 from multihead.record.running_summary import RunningSummary, StatisticSums
-from multihead.record.summaries import SummaryName, check_summary_name
 from multihead.record.table import HeadTable
+from multihead.record.text_rows import SummaryName, check_summary_name
 
 MIN_COMPARED_VALUE = 2.0**-10
 """Values below this count as 0 when distributions are compared: a weight of 1e-6 or of 1e-5 makes no difference."""

@@ -43,8 +43,8 @@ from multihead.record.layer_texts import BegunTexts
 from multihead.record.notebook import HeadList, number_with_noun
 from multihead.record.profiles import LayerKinds, LayerProfile
 from multihead.record.sample import OwnStatistics, SampleRecord
-from multihead.record.summaries import SummaryName, check_summary_name
 from multihead.record.table import HeadTable
+from multihead.record.text_rows import SummaryName, check_summary_name
 from multihead.record.texts import GrowingText, Text, describe_texts
 
 __all__ = ["Record"]

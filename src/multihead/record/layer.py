@@ -19,7 +19,7 @@ from multihead.errors import ArgumentError, ProbeError
 from multihead.kinds import KINDS, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.probes.probe import Statistic
-from multihead.record import notebook, summaries
+from multihead.record import notebook
 from multihead.record.chance import ChanceCache, Progress
 from multihead.record.layer_texts import LayerTexts
 from multihead.record.notebook import number_with_noun
@@ -28,8 +28,8 @@ from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.split import LayerPartOfRank
-from multihead.record.summaries import SummaryName
 from multihead.record.table import head_rows
+from multihead.record.text_rows import SummaryName, count_nonfinite, summarise_samples
 from multihead.record.texts import Text
 
 
@@ -165,8 +165,8 @@ class LayerRecord:
         measured = self.texts.measured_texts()
         if not measured:  # all batches were empty
             return repeated, torch.zeros(0, dtype=torch.int64)
-        summary = summaries.summarise_samples(measured, of, names) | repeated
-        return summary, summaries.count_nonfinite(measured)
+        summary = summarise_samples(measured, of, names) | repeated
+        return summary, count_nonfinite(measured)
 
     def sample(self, index: int = 0) -> SampleRecord:
         """Return one sample.

@@ -25,7 +25,6 @@ from multihead.probes.catalogue import (
     statistic,
 )
 from multihead.probes.probe import Statistic
-from multihead.record import summaries
 from multihead.record.blocks import query_blocks
 from multihead.record.chance import (
     ChanceCache,
@@ -40,7 +39,7 @@ from multihead.record.notebook import CHANCE_SUFFIX
 from multihead.record.picture_statistics import chance_in_picture
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
-from multihead.record.text_rows import MeasuredStatistic
+from multihead.record.text_rows import MeasuredStatistic, summarise_samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,7 +315,7 @@ def profile_of_samples(
     measure = partial(_statistics_and_chance, special=special, shown=statistics, known=known, progress=progress)
     cross_attention = any(one.cross_attention or one.query_start + one.num_queries != one.num_keys for one in samples)
     measured = [measure(one) for one in samples]
-    means = summaries.summarise_samples([values for values, _ in measured], "mean")
+    means = summarise_samples([values for values, _ in measured], "mean")
     found = {
         name: compare_with_chance(
             [values[name].values for values, _ in measured],

@@ -38,13 +38,14 @@ from multihead.record.chance import (
     means_of_blocks,
     moments_of_units,
 )
-from multihead.record.summaries import (
+from multihead.record.text_rows import (
     QUANTILE_OF_SUMMARY,
+    MeasuredRows,
     SummaryName,
     check_summary_name,
+    finite_rows,
     nan_where_nothing_is_finite,
 )
-from multihead.record.text_rows import MeasuredRows, finite_rows
 
 MIN_BINNED_VALUE, MAX_BINNED_VALUE = 2.0**-30, 2.0**30
 """Range of the absolute values in a histogram: smaller ones count as 0, and larger ones are in the outermost bins."""

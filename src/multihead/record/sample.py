@@ -24,7 +24,7 @@ from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import PartValues, Probe, Statistic
 from multihead.probes.statistics import NO_CONTEXT
 from multihead.probes.tile import head_indices, tile
-from multihead.record import notebook, summaries
+from multihead.record import notebook
 from multihead.record.blocks import (
     checked_slice_ends,
     checked_slice_indices,
@@ -35,9 +35,8 @@ from multihead.record.blocks import (
 from multihead.record.notebook import number_with_noun
 from multihead.record.segments import Segment, copy_contiguous, join_segments
 from multihead.record.split import TokensOfRank, count_tokens
-from multihead.record.summaries import SummaryName
 from multihead.record.table import head_rows
-from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, TextRows
+from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, SummaryName, TextRows, summarise_samples
 from multihead.record.text_table import RowsInTable, RowsInTensor, RowsOfText, TextTable, append_new_keys
 from multihead.record.texts import GrowingText, Text
 from multihead.scores.bias import values_of
@@ -223,7 +222,7 @@ class SampleRecord:
 
     def summary(self, of: SummaryName = "mean") -> dict[str, Tensor]:
         """Summarise each statistic over the queries that count, see `Statistic.counted`: name -> (heads,) float64."""
-        return summaries.summarise_samples([self.measured()], of)
+        return summarise_samples([self.measured()], of)
 
     def measured(self) -> dict[str, MeasuredStatistic]:
         """Return each statistic that has a mean, and which queries count in its summaries: (heads, queries) each."""

@@ -24,7 +24,7 @@ from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language, section, statistic_label, text, unit_label
 from multihead.probes.probe import SHARE_FORMAT
 from multihead.record.profiles import LayerKinds
-from multihead.record.summaries import SummaryName
+from multihead.record.text_rows import SummaryName
 from multihead.viewer.columns import describe_column, legend_of_kinds
 from multihead.viewer.page import render_heads_page, round_all_for_json, round_for_json
 from multihead.viewer.page_types import (

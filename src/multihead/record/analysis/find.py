@@ -16,7 +16,7 @@ from multihead.record.analysis.highlights import unmeasured_kind_error
 from multihead.record.layer import LayerRecord, layer_profiles
 from multihead.record.notebook import HeadList, HeadOfLayer
 from multihead.record.profiles import evidence_of_kind
-from multihead.record.summaries import SummaryName
+from multihead.record.text_rows import SummaryName
 
 
 @dataclass(frozen=True, repr=False)
