@@ -15,8 +15,7 @@ from multihead import masks
 from multihead.layer.cache import KeyValueCache
 from multihead.observation.record import Record
 from multihead.probes import PROBES
-from multihead.record.layer import LayerRecord
-from multihead.record.layer_texts import LayerTexts
+from multihead.record.layer import LayerRecord, LayerTexts
 from multihead.rotary import Rotary
 
 CAUSAL, WIDTH, LENGTH = masks.Causal(), 16, 12

@@ -38,8 +38,7 @@ from multihead.record.analysis.highlights import (
     heads_of_short_table,
 )
 from multihead.record.analysis.similar import NearHead, nearest
-from multihead.record.layer import LayerRecord, RecordContents, layer_profiles, texts_of
-from multihead.record.layer_texts import BegunTexts
+from multihead.record.layer import BegunTexts, LayerRecord, RecordContents, layer_profiles, texts_of
 from multihead.record.notebook import HeadList, number_with_noun
 from multihead.record.profiles import LayerKinds, LayerProfile
 from multihead.record.sample import OwnStatistics, SampleRecord

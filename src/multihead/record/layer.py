@@ -4,12 +4,17 @@ If a model is designed to run one module several times, each of these calls is r
 `layer.call`). For example, ALBERT calls one module twelve times instead of having twelve layers, so each call has its
 own layer number. If layers were numbered by module, a head would be identified by layer, call and head, in each table
 row, link and file, for the few models that share layers.
+
+The first call of a batch waits as it ran (`WaitingCall`) until a sample is read, because tables of statistics need no
+samples. It then appends its rows to the table of the layer (`TextTable`), and its samples are views of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from threading import RLock
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -20,8 +25,8 @@ from multihead.kinds import KINDS, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.probes.probe import Statistic
 from multihead.record import notebook
+from multihead.record.batch import WaitingCall
 from multihead.record.chance import ChanceCache, Progress
-from multihead.record.layer_texts import LayerTexts
 from multihead.record.notebook import number_with_noun
 from multihead.record.profiles import LayerKinds, LayerProfile, profile_of_samples
 from multihead.record.repeated import RepeatedTokens
@@ -29,8 +34,90 @@ from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.split import LayerPartOfRank
 from multihead.record.table import head_rows
-from multihead.record.text_rows import SummaryName, count_nonfinite, summarise_samples
+from multihead.record.text_rows import MeasuredStatistic, SummaryName, count_nonfinite, summarise_samples
+from multihead.record.text_table import TextTable
 from multihead.record.texts import Text
+
+_READING = RLock()
+"""Lock for making samples of waiting calls, because several threads may read a record."""
+
+
+@dataclass(eq=False)
+class BegunTexts:
+    """The texts that one call began; on a GPU how many they are is not known before it is read.
+
+    Attributes:
+        of_layer: the texts of the layer.
+        windows: how many calls each text has: the windows in which a layer attends.
+        call: the call until its samples are made, then None.
+        made: the samples of the texts, after they were made.
+    """
+
+    of_layer: LayerTexts
+    windows: int
+    call: WaitingCall | None
+    made: list[SampleRecord] = field(default_factory=list)
+
+    @property
+    def samples(self) -> list[SampleRecord]:
+        """One sample per text."""
+        if self.call is not None:
+            self.of_layer.samples  # noqa: B018 - makes them, and those of earlier calls
+        return self.made
+
+    @property
+    def calls(self) -> Iterator[tuple[SampleRecord, int]]:
+        """The sample of each text, with the index of each of these calls in it."""
+        return product(self.samples, range(self.windows))
+
+
+@dataclass(eq=False)
+class LayerTexts:
+    """The texts that a layer has read, in the order in which they began.
+
+    Attributes:
+        known: the samples of the texts, except those whose first call waits.
+        waiting: the texts whose first call waits.
+        table: the numbers of the texts; samples of files and of joined records have tensors of their own.
+    """
+
+    known: list[SampleRecord] = field(default_factory=list)
+    waiting: list[BegunTexts] = field(default_factory=list)
+    table: TextTable = field(default_factory=TextTable)
+
+    @property
+    def samples(self) -> list[SampleRecord]:
+        """One sample per text; the first read makes those of the calls that wait."""
+        with _READING:
+            while self.waiting:
+                begun = self.waiting[0]
+                assert begun.call is not None
+                begun.made = begun.call.make_samples(self.table, first=len(self.known))
+                self.known += begun.made
+                begun.call = None
+                del self.waiting[0]
+        return self.known
+
+    @property
+    def num_texts(self) -> int:
+        """Number of texts."""
+        with _READING:
+            return sum((begun.call.num_texts for begun in self.waiting if begun.call is not None), len(self.known))
+
+    def measured_texts(self) -> list[dict[str, MeasuredStatistic]]:
+        """Return the statistics of each text, see `SampleRecord.measured`; no sample is made."""
+        with _READING:
+            found = [sample.measured() for sample in self.known]
+            for begun in self.waiting:
+                assert begun.call is not None
+                found += begun.call.measured().by_text(begun.windows)
+        return found
+
+    def begin(self, call: WaitingCall) -> BegunTexts:
+        """Append the first call of some texts, and return these texts."""
+        begun = BegunTexts(self, call.windows, call)
+        self.waiting.append(begun)
+        return begun
 
 
 @dataclass(eq=False, repr=False)

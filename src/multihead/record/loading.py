@@ -25,8 +25,7 @@ from multihead.functional import request_of
 from multihead.kernels.parts import PartAxes
 from multihead.probes.catalogue import REPEAT_PROBES, probe_of_part, statistic
 from multihead.probes.probe import Statistic
-from multihead.record.layer import LayerRecord, RecordContents
-from multihead.record.layer_texts import LayerTexts
+from multihead.record.layer import LayerRecord, LayerTexts, RecordContents
 from multihead.record.places import LONGEST_SIDE, NO_PLACE, Picture, PlaceTable
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import (

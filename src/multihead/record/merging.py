@@ -14,8 +14,7 @@ from multihead.errors import ArgumentError
 from multihead.kernels.call import AttentionRequest
 from multihead.masks import Mask
 from multihead.probes.catalogue import statistic
-from multihead.record.layer import LayerRecord, RecordContents
-from multihead.record.layer_texts import LayerTexts
+from multihead.record.layer import LayerRecord, LayerTexts, RecordContents
 from multihead.record.running_summary import RunningSummary, StatisticSums, concatenate_moments
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Segment
