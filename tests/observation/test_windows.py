@@ -18,7 +18,7 @@ import multihead as mh
 from multihead.observation.layer_names import _are_adjacent_in_memory
 from multihead.observation.record import Record
 from multihead.probes import Probe
-from multihead.record.notebook import CHANCE_SUFFIX
+from multihead.record.table import CHANCE_SUFFIX
 
 
 def swin() -> tuple[Any, dict[str, Tensor]]:

@@ -304,7 +304,7 @@ def _print_heads(found: Census, lang: str) -> None:
 
 
 def _rows_of_statistics(found: Census, lang: str) -> list[TableRow]:
-    from multihead.record.notebook import CHANCE_SUFFIX
+    from multihead.record.table import CHANCE_SUFFIX
 
     rows, made = found.table().rows, []
     for name, shown in found.plan.statistics.items():

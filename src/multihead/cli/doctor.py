@@ -61,7 +61,7 @@ def _check_gpu(console: Console) -> None:
     """Run the contract on the GPU and print one entry per kernel; exit with 1 if a call is wrong."""
     from multihead import contract
     from multihead.cli.diagnosis import diagnose_gpu
-    from multihead.record.notebook import number_with_noun
+    from multihead.record.table import number_with_noun
 
     found = diagnose_gpu()
     print_sentence(console, f"{found.card}, torch {found.torch_version}", style="bold")
@@ -96,7 +96,7 @@ def _history(path: GpuPath | None) -> str:
 
 
 def _print_machine(console: Console, found: Diagnosis) -> None:
-    from multihead.record.notebook import number_with_noun
+    from multihead.record.table import number_with_noun
 
     print_sentence(console, "Machine", style="bold")
     _print_entry(console, "system", found.system)

@@ -170,7 +170,7 @@ def _table_of_heads(
     from rich.cells import cell_len
 
     from multihead.cli.console import NARROW_TERMINAL_WIDTH, empty_table
-    from multihead.record.notebook import CHANCE_SUFFIX
+    from multihead.record.table import CHANCE_SUFFIX
 
     has_roles = any("role" in row for row in rows)
     words = []
@@ -213,7 +213,7 @@ def _statistics_fitting_width(
 
     from multihead.probes.catalogue import REPEAT_PROBES, statistic
     from multihead.probes.choices import TERMINAL_COLUMNS, TERMINAL_DROP_ORDER
-    from multihead.record.notebook import CHANCE_SUFFIX
+    from multihead.record.table import CHANCE_SUFFIX
 
     on_repeats = [statistic(sort)] if sort in REPEAT_PROBES else []  # what --textbook measures is a column only then
     shown = [each for each in (*TERMINAL_COLUMNS, *on_repeats) if any(each.name in row for row in rows)]

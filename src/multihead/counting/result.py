@@ -41,10 +41,9 @@ from multihead.record.analysis.changes import ChangeBeyondChance, change_beyond_
 from multihead.record.analysis.find import FoundHead, ValueRange, find
 from multihead.record.analysis.highlights import Finding, HeadKind, findings, heads_of_kinds
 from multihead.record.layer import LayerRecord, kinds_of_summary
-from multihead.record.notebook import HeadOfLayer
 from multihead.record.profiles import LayerKinds
 from multihead.record.running_summary import RunningSummary, StatisticSums
-from multihead.record.table import HeadTable
+from multihead.record.table import HeadOfLayer, HeadTable
 from multihead.record.text_rows import SummaryName, check_summary_name
 
 MIN_COMPARED_VALUE = 2.0**-10

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from multihead.kinds import Kind
 from multihead.locale.texts import text
-from multihead.record.notebook import HeadOfLayer
+from multihead.record.table import HeadOfLayer
 
 
 @dataclass(frozen=True, repr=False)

@@ -20,7 +20,7 @@ from multihead.locale.escaping import escape_controls
 from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import PROBES, statistic
 from multihead.probes.probe import Probe, Statistic
-from multihead.record import loading, merging, notebook, pictures, plots, saving
+from multihead.record import loading, merging, pictures, plots, saving
 from multihead.record.analysis.changes import (
     ChangedHead,
     ComparedKind,
@@ -39,10 +39,9 @@ from multihead.record.analysis.highlights import (
 )
 from multihead.record.analysis.similar import NearHead, nearest
 from multihead.record.layer import BegunTexts, LayerRecord, RecordContents, layer_profiles, texts_of
-from multihead.record.notebook import HeadList, number_with_noun
 from multihead.record.profiles import LayerKinds, LayerProfile
 from multihead.record.sample import OwnStatistics, SampleRecord
-from multihead.record.table import HeadTable
+from multihead.record.table import MAX_SHOWN_HEADS, HeadList, HeadTable, html_of_table, number_with_noun
 from multihead.record.text_rows import SummaryName, check_summary_name
 from multihead.record.texts import GrowingText, Text, describe_texts
 
@@ -535,12 +534,10 @@ class Record:
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows: a table with one row per head."""
         rows = self.table().rows if self.layers else []
-        if len(rows) > notebook.MAX_SHOWN_HEADS and self._has_kinds:
+        if len(rows) > MAX_SHOWN_HEADS and self._has_kinds:
             telling = heads_of_short_table(findings(self.profiles(), among=self.all_kinds), self.kinds())
             rows = sorted(rows, key=lambda row: telling.get((row["layer"], row["head"]), len(telling)))
-        return notebook.html_of_table(
-            self.title or "Record", self._contents(), rows, ["layer", "head", "name"], self.statistics
-        )
+        return html_of_table(self.title or "Record", self._contents(), rows, ["layer", "head", "name"], self.statistics)
 
     def _contents(self) -> str:
         if not self.layers:

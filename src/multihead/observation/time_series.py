@@ -22,8 +22,8 @@ from multihead.observation.kind_changes import KindChange, changes_of_layer
 from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
-from multihead.record.notebook import HEAD_COLUMNS, HeadList, html_of_table, number_with_noun
 from multihead.record.plots import import_pyplot, report_colormap
+from multihead.record.table import HEAD_COLUMNS, HeadList, html_of_table, number_with_noun
 
 WATCH_KINDS = "Watch them: mh.Watch(model, kinds=True)."
 """How to get the kinds of heads, as the end of an error."""

@@ -25,7 +25,7 @@ from multihead.probes.choices import WATCHED, WITH_MAXIMUM
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
 from multihead.record.layer import layer_profiles
-from multihead.record.notebook import html_of_table, number_with_noun
+from multihead.record.table import html_of_table, number_with_noun
 
 
 class ScalarWriter(Protocol):

@@ -24,16 +24,14 @@ from multihead.errors import ArgumentError, ProbeError
 from multihead.kinds import KINDS, Kind
 from multihead.locale.escaping import escape_controls
 from multihead.probes.probe import Statistic
-from multihead.record import notebook
 from multihead.record.batch import WaitingCall
 from multihead.record.chance import ChanceCache, Progress
-from multihead.record.notebook import number_with_noun
 from multihead.record.profiles import LayerKinds, LayerProfile, profile_of_samples
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord
 from multihead.record.split import LayerPartOfRank
-from multihead.record.table import head_rows
+from multihead.record.table import head_rows, html_of_table, number_with_noun
 from multihead.record.text_rows import MeasuredStatistic, SummaryName, count_nonfinite, summarise_samples
 from multihead.record.text_table import TextTable
 from multihead.record.texts import Text
@@ -154,7 +152,7 @@ class LayerRecord:
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: a table with one row per head."""
         rows = self.rows()
-        return notebook.html_of_table(
+        return html_of_table(
             self.name, f"layer {self.number}, {number_with_noun(self.num_samples, 'text')}", rows, ["head"]
         )
 

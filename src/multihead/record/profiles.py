@@ -35,10 +35,10 @@ from multihead.record.chance import (
     exceeds_chance,
     standard_error,
 )
-from multihead.record.notebook import CHANCE_SUFFIX
 from multihead.record.picture_statistics import chance_in_picture
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
+from multihead.record.table import CHANCE_SUFFIX
 from multihead.record.text_rows import MeasuredStatistic, summarise_samples
 
 

@@ -24,7 +24,6 @@ from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import PartValues, Probe, Statistic
 from multihead.probes.statistics import NO_CONTEXT
 from multihead.probes.tile import head_indices, tile
-from multihead.record import notebook
 from multihead.record.blocks import (
     checked_slice_ends,
     checked_slice_indices,
@@ -32,10 +31,9 @@ from multihead.record.blocks import (
     number_pair,
     sum_blocks,
 )
-from multihead.record.notebook import number_with_noun
 from multihead.record.segments import Segment, copy_contiguous, join_segments
 from multihead.record.split import TokensOfRank, count_tokens
-from multihead.record.table import head_rows
+from multihead.record.table import head_rows, html_of_table, number_with_noun
 from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, SummaryName, TextRows, summarise_samples
 from multihead.record.text_table import RowsInTable, RowsInTensor, RowsOfText, TextTable, append_new_keys
 from multihead.record.texts import GrowingText, Text
@@ -322,7 +320,7 @@ class SampleRecord:
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: a table with one row per head."""
         rows = head_rows(0, self.name, self.num_heads, self.means)
-        return notebook.html_of_table(self.name, self._describe_size(), rows, ["head"])
+        return html_of_table(self.name, self._describe_size(), rows, ["head"])
 
     def _describe_size(self) -> str:
         size = f"{number_with_noun(self.num_queries, 'query')} and {number_with_noun(self.num_keys, 'key')}"

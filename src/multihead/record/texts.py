@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.record.notebook import number_with_noun
 from multihead.record.places import NO_PICTURE, Picture, PlaceTable
+from multihead.record.table import number_with_noun
 
 __all__ = ["Text"]
 

@@ -47,8 +47,8 @@ from multihead.observation.textbook import add_repeated, measure_repeated, start
 from multihead.probes import DEFAULT, Probe
 from multihead.probes.catalogue import POOLED_MAP
 from multihead.probes.choices import MARGINS_OF_MAP
-from multihead.record.notebook import number_with_noun
 from multihead.record.profiles import LayerProfile
+from multihead.record.table import number_with_noun
 from multihead.record.texts import Text
 from multihead.tensors.undo import Undo
 

@@ -27,9 +27,9 @@ from multihead.record.analysis.highlights import HeadKind, heads_of_kinds
 from multihead.record.analysis.similar import divergence, evenly_spaced_queries, have_same_texts
 from multihead.record.chance import MIN_STANDARD_ERRORS, Progress
 from multihead.record.layer import LayerRecord, layer_profiles
-from multihead.record.notebook import CHANCE_SUFFIX, HeadList, HeadOfLayer, OneLineRepr
 from multihead.record.profiles import LayerKinds
 from multihead.record.sample import SampleRecord
+from multihead.record.table import CHANCE_SUFFIX, HeadList, HeadOfLayer, OneLineRepr
 
 MIN_CHANGE = 0.1
 """Smallest change beyond chance that is clear: 10 percentage points of a share, or a tenth of another chance level."""

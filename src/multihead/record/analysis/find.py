@@ -14,8 +14,8 @@ from multihead.probes.catalogue import statistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
 from multihead.record.analysis.highlights import unmeasured_kind_error
 from multihead.record.layer import LayerRecord, layer_profiles
-from multihead.record.notebook import HeadList, HeadOfLayer
 from multihead.record.profiles import evidence_of_kind
+from multihead.record.table import HeadList, HeadOfLayer
 from multihead.record.text_rows import SummaryName
 
 

@@ -18,8 +18,8 @@ from multihead.probes.catalogue import MEAN_DISTANCE
 from multihead.record.chance import (
     exceeds_chance,
 )
-from multihead.record.notebook import HeadList, HeadOfLayer, OneLineRepr
 from multihead.record.profiles import LayerKinds, evidence_of_kind
+from multihead.record.table import HeadList, HeadOfLayer, OneLineRepr
 
 MIN_EXCESS_DISTANCE = 0.5
 """A head attends far away if its mean distance exceeds the chance level by this share of the chance level, and by

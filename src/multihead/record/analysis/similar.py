@@ -18,8 +18,8 @@ from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
 from multihead.probes.similarity import entropy_of
 from multihead.record.layer import LayerRecord
-from multihead.record.notebook import HeadList, HeadOfLayer
 from multihead.record.sample import SampleRecord
+from multihead.record.table import HeadList, HeadOfLayer
 
 DEFAULT_COMPARED_WEIGHTS = 1 << 25
 """Number of weights of all heads that are compared by default, which takes 1 to 2 seconds."""
