@@ -15,9 +15,8 @@ from multihead.errors.given import check_ids, check_module, check_tokenizer
 from multihead.kernels.call import listen
 from multihead.kinds import KINDS, Kind, check_kinds, probes_of
 from multihead.models import huggingface
-from multihead.models.alignment import alignment_heads
 from multihead.models.packed import run_models_padded
-from multihead.models.pretrained import track_inputs
+from multihead.models.pretrained import alignment_heads, track_inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
