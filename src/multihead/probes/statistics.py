@@ -36,7 +36,7 @@ from multihead.kernels.parts import (
     set_empty_and_bad_queries,
 )
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.probes import from_gpu, from_native, lookups, repeats, weighted_values
+from multihead.probes import from_kernels, lookups, repeats, weighted_values
 from multihead.probes.catalogue import DEFAULT, PROBES
 from multihead.probes.context import ProbeContext, check_context_fits, check_output_weight_fits, keys_of_set
 from multihead.probes.measured_call import MeasuredCall
@@ -196,19 +196,21 @@ def run_first_pass(
         the results; None if no kernel supports the call, or a value is not finite, because queries that see it are NaN.
     """
     bounds = bounds_of(request)
-    if not has_values and from_gpu.supports_call(request):
+    if not has_values and from_kernels.gpu_supports(request):
         probes = tuple(probes)
         per_query = parts_of_probes(probe for probe in probes if probe.axes == "queries")
         sets = _key_sets_of_parts(request, context, probes)
-        measured = from_gpu.measure(request, bounds, per_query, context, probes=probes, key_sets=sets)
+        measured = from_kernels.measure_on_gpu(request, bounds, per_query, context, probes=probes, key_sets=sets)
         return (
             None
             if measured is None
             else FirstPassResult(*measured[:2], all_rows_regular=False, statistics=measured.statistics)
         )
-    if not from_native.supports_call(request, bounds) or (has_values and not bool(request.v.detach().sum().isfinite())):
+    if not from_kernels.native_supports(request, bounds) or (
+        has_values and not bool(request.v.detach().sum().isfinite())
+    ):
         return None
-    logsumexp, parts = from_native.run_first_pass(request, bounds, parts_of_probes(probes), context)
+    logsumexp, parts = from_kernels.run_native_first_pass(request, bounds, parts_of_probes(probes), context)
     if not parts or is_finite_and_small(logsumexp):
         return FirstPassResult(logsumexp, parts, all_rows_regular=bool(parts))
     return FirstPassResult(logsumexp, {} if has_large_logsumexp(logsumexp) else parts, all_rows_regular=False)
@@ -275,8 +277,8 @@ def complete_statistics(
         all_parts = {part: parts[part] for part in requested_parts & parts.keys()}
         sets = _key_sets_of_parts(request, context, left)
         missing = requested_parts - all_parts.keys()
-        if from_gpu.supports_call(request):
-            measured = from_gpu.measure(
+        if from_kernels.gpu_supports(request):
+            measured = from_kernels.measure_on_gpu(
                 request, bounds_of(request), missing, context, logsumexp=logsumexp, key_sets=sets
             )
             if measured is not None:
@@ -362,8 +364,8 @@ def measure_parts(
     found: dict[PartName, Tensor] = {
         part: lookups.weight_on_set(call, keys) for part, keys in sets.items() if lookups.is_small_set(keys)
     }
-    if from_native.supports_call(call.request, call.bounds):
-        found |= from_native.measure(call, from_native.measurable_parts(call.context, parts - found.keys()))
+    if from_kernels.native_supports(call.request, call.bounds):
+        found |= from_kernels.measure_natively(call, from_kernels.native_parts(call.context, parts - found.keys()))
     found |= _look_up_parts(call, parts - found.keys(), {**known, **found})
     repeated = parts & repeats.KEY_SHIFTS.keys()
     if repeated and call.bounds.remainder is None:
@@ -494,11 +496,13 @@ def measure_token_parts(
         return None
     context = ProbeContext(special_keys=special_keys)
     sets = {} if special_keys is None else {SPECIAL_MASS.name: special_keys.to(request.shape.device)}
-    if from_gpu.supports_call(request):
-        on_gpu = from_gpu.measure(request, bounds_of(request), parts, context, logsumexp=logsumexp, key_sets=sets)
+    if from_kernels.gpu_supports(request):
+        on_gpu = from_kernels.measure_on_gpu(
+            request, bounds_of(request), parts, context, logsumexp=logsumexp, key_sets=sets
+        )
         return None if on_gpu is None or parts - on_gpu.parts.keys() else on_gpu.parts
     measured = MeasuredCall.from_request(request, logsumexp, context)
-    if not from_native.supports_call(measured.request, measured.bounds):
+    if not from_kernels.native_supports(measured.request, measured.bounds):
         return None
     found = measure_parts(measured, parts, sets, known=call.result.statistics)
     # Queries without keys or with NaN are set as the kernel sets them in the parts that it measures.

@@ -12,7 +12,7 @@ from multihead.kernels.dense_tile import visible_cells
 from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
 from multihead.kernels.parts import SPECIAL_MASS, PartName
 from multihead.probes.context import ProbeContext
-from multihead.probes.from_native import measurable_parts, measure
+from multihead.probes.from_kernels import measure_natively, native_parts
 from multihead.probes.lookups import weight_at_offset, weight_on_first_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.statistics import resolve_probes, statistics_of_call
@@ -41,10 +41,10 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
     request = request_of(q, k, k, mask, bias=bias, sinks=torch.randn(4))
     _, logsumexp = attention_with_logsumexp(q, k, k, mask=mask, bias=bias, sinks=request.sinks, kernel="reference")
     subject = MeasuredCall.from_request(request, logsumexp, ProbeContext(special_keys=special))
-    assert measurable_parts(subject.context, PARTS | {("tokens_mass", "special"), "duplicate_mass"}) == PARTS | {
+    assert native_parts(subject.context, PARTS | {("tokens_mass", "special"), "duplicate_mass"}) == PARTS | {
         ("tokens_mass", "special")
     }
-    found = measure(subject, PARTS | {("tokens_mass", "special")})
+    found = measure_natively(subject, PARTS | {("tokens_mass", "special")})
     # The kernel is given the first keys of several texts in a row in the place of special keys.
     looked_up = {FIRST_KEY_WEIGHT: weight_on_first_keys(subject, 1)} if mask.row_texts is not None else {}
     assert found.keys() | looked_up.keys() == PARTS | {("tokens_mass", "special")}
@@ -65,7 +65,7 @@ def test_the_kernel_and_the_tiles_measure_the_same(mask: masks.Mask, biased: boo
 
 def test_parts_that_the_kernel_would_measure_otherwise_are_not_available() -> None:
     context = ProbeContext(first_key=1, map_pool="max")
-    assert measurable_parts(context, {FIRST_KEY_WEIGHT, "pooled_map", SPECIAL_MASS.name, "received"}) == {"received"}
+    assert native_parts(context, {FIRST_KEY_WEIGHT, "pooled_map", SPECIAL_MASS.name, "received"}) == {"received"}
 
 
 def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
@@ -75,7 +75,7 @@ def test_a_map_has_the_means_of_the_cells_that_may_be_seen() -> None:
     )
     output, logsumexp = attention_with_logsumexp(q, k, k, mask=request.mask, query_start=50, kernel="reference")
     assert output.shape == (1, 2, 70, 8)
-    found = measure(MeasuredCall.from_request(request, logsumexp, ProbeContext(map_size=16)), {"pooled_map"})[
+    found = measure_natively(MeasuredCall.from_request(request, logsumexp, ProbeContext(map_size=16)), {"pooled_map"})[
         "pooled_map"
     ]
     shown = visible_cells(request).expand(1, 2, 70, 130)

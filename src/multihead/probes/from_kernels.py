@@ -1,12 +1,13 @@
-"""Measure the parts of statistics on a GPU, with the Triton kernels.
+"""Measure the parts of statistics with the kernels that measure them: the native one, and those of Triton on a GPU.
 
-They read no value, so a call that they measure completely does not wait for the device. Nothing is known there of a
-logsumexp that is too large for float32, for which statistics are measured in float64 elsewhere.
+The kernels on a GPU read no value, so a call that they measure completely does not wait for the device. Nothing is
+known there of a logsumexp that is too large for float32, for which statistics are measured in float64 elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,13 +15,84 @@ import torch
 from torch import Tensor
 
 from multihead.kernels.call import AttentionRequest
+from multihead.kernels.native import kernel
+from multihead.kernels.native.statistics import (
+    FIRST_KEY_WEIGHT,
+    PARTS_OF_ONE_PASS,
+    PARTS_OF_SECOND_PASS,
+    measure_in_one_pass,
+    sum_weights_per_key,
+)
 from multihead.kernels.parts import FIRST_SPECIAL_MASS, POOLED_MAP, RECEIVED, SPECIAL_MASS, PartName, part_named
 from multihead.kernels.triton import statistics as triton_kernels
 from multihead.masks.base import KeyBounds
 from multihead.probes.catalogue import EFFECTIVE_KEYS, LARGEST_SCORE, SEPARATOR_MASS
 from multihead.probes.context import ProbeContext
+from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.pooling import cell_of_map
 from multihead.probes.probe import Probe
+from multihead.tensors.tracing import is_traced
+
+
+def native_supports(request: AttentionRequest, bounds: KeyBounds) -> bool:
+    """Whether the native kernel can measure a call: not in a traced graph, and with supported masks and options."""
+    return not is_traced() and kernel.refusal(request, bounds) is None
+
+
+def native_parts(context: ProbeContext, parts: Collection[PartName]) -> frozenset[PartName]:
+    """Return the subset of `parts` that the native kernel can measure with this context."""
+    known = (PARTS_OF_ONE_PASS | PARTS_OF_SECOND_PASS).intersection(parts)
+    if context.map_pool != "mean":
+        known -= {"pooled_map"}
+    if context.first_key is not None:
+        known -= {FIRST_KEY_WEIGHT}  # the kernel assumes that the first key is in the call
+    return known if context.special_keys is not None else known - {SPECIAL_MASS.name}
+
+
+def run_native_first_pass(
+    request: AttentionRequest, bounds: KeyBounds, parts: Collection[PartName], context: ProbeContext
+) -> tuple[Tensor, dict[PartName, Tensor]]:
+    """Measure the logsumexp of a call, and in the same pass all of `parts` that the native kernel supports.
+
+    Returns:
+        the logsumexp and the parts, (batch, heads, queries) each.
+    """
+    return measure_in_one_pass(request, bounds, PARTS_OF_ONE_PASS & native_parts(context, parts), context.special_keys)
+
+
+def measure_natively(call: MeasuredCall, parts: Collection[PartName]) -> dict[PartName, Tensor]:
+    """Measure the parts per query of a call in one pass, and the parts that sum over queries in a second pass.
+
+    Args:
+        call: the call; no gradients are computed.
+        parts: a subset of `native_parts`.
+
+    Returns:
+        the parts, without the weight on the first key where a row has several texts and special keys are measured too.
+    """
+    found: dict[PartName, Tensor] = {}
+    if not PARTS_OF_ONE_PASS.isdisjoint(parts):
+        found |= run_native_first_pass(call.request, call.bounds, parts, call.context)[1]
+    if not PARTS_OF_SECOND_PASS.isdisjoint(parts):
+        found |= _measure_received_and_map(call, mapped="pooled_map" in parts)
+    return {part: found[part] for part in parts if part in found}
+
+
+def _measure_received_and_map(call: MeasuredCall, *, mapped: bool) -> dict[PartName, Tensor]:
+    """Measure "received", the sum of the weights on each key, and "pooled_map" if `mapped`."""
+    shape = call.request.shape
+    empty = call.empty_map(shape.num_heads)
+    cell = (empty.row_block, empty.column_block) if mapped else None
+    received, sums = sum_weights_per_key(call.request, call.bounds, call.logsumexp.float(), cell=cell)
+    found: dict[PartName, Tensor] = {"received": received}
+    if sums is not None:
+        found["pooled_map"] = sums.double()
+        for sample in range(shape.batch):
+            pooled = replace(call.empty_map(shape.num_heads), sums=found["pooled_map"][sample])
+            pooled.count_visible_cells(call.request, call.bounds, sample)
+            found["pooled_map"][sample] = pooled.means()
+    return found
+
 
 # Statistics that the kernel itself computes from its sums, and their rows.
 _STATISTICS_OF_KERNEL: dict[str, int] = {
@@ -43,13 +115,13 @@ class MeasuredOnGpu(NamedTuple):
     statistics: Mapping[str, Tensor] = MappingProxyType({})
 
 
-def supports_call(request: AttentionRequest) -> bool:
+def gpu_supports(request: AttentionRequest) -> bool:
     """Whether the Triton kernels measure a call."""
     return request.shape.device.type == "cuda" and triton_kernels.refusal(request) is None
 
 
 @torch.no_grad()
-def measure(
+def measure_on_gpu(
     request: AttentionRequest,
     bounds: KeyBounds,
     parts: Set[PartName],
@@ -62,7 +134,7 @@ def measure(
     """Measure parts of a call on its GPU, without waiting for it.
 
     Args:
-        request: the call, which `supports_call`.
+        request: the call, which `gpu_supports`.
         bounds: its key bounds.
         parts: the parts; those that the kernels do not measure are left out.
         context: inputs of the probes besides q and k.
