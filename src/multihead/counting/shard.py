@@ -22,8 +22,7 @@ from multihead.counting.batches import TextBatch, batches_by_length
 from multihead.counting.formats import rows_of_shard
 from multihead.counting.heads_table import build_heads_table, heads_schema, table_to_parquet
 from multihead.counting.plan import Plan
-from multihead.counting.sums import TOKENS_AFTER, TOKENS_BEFORE, LayerSums
-from multihead.counting.tally import CensusTally, replace_attention
+from multihead.counting.tally import TOKENS_AFTER, TOKENS_BEFORE, CensusTally, LayerSums, replace_attention
 from multihead.models.loading import LoadedModel, silence_transformers, tokenize_texts
 from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.probe import Probe
