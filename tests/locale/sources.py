@@ -38,7 +38,7 @@ USERS = {
         "viewer/static/[cs]*/*.html",
     ),
     "series": (
-        "observation/kind_changes.py",
+        "observation/time_series.py",
         "viewer/series_page.py",
         "viewer/page.py",
         "viewer/static/series/*.js",

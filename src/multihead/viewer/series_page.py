@@ -18,7 +18,7 @@ from multihead.errors.given import check_path
 from multihead.files import write_atomically
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import check_language, section, text
-from multihead.observation.kind_changes import most_telling_first
+from multihead.observation.time_series import most_telling_first
 from multihead.probes.probe import SHARE_FORMAT
 from multihead.viewer.columns import describe_column, legend_of_kinds
 from multihead.viewer.page import render_heads_page, round_all_for_json
