@@ -71,7 +71,7 @@ def test_only_what_is_new_is_taken_of_a_growing_cache() -> None:
     append_new_keys(column, 0, K[:, :6], start=0, device=device)
     append_new_keys(column, 1, K[:, :0], start=0, device=device)
     append_new_keys(column, 0, K[:, 3:9], start=3, device=device)
-    assert column.pieces == {0: 3, 1: 1}
+    assert column.counts.pieces == {0: 3, 1: 1}
     assert torch.equal(column.rows_of(0), K[:, :9])
     assert column.rows_of(1).shape == (HEADS, 0, 8)
 

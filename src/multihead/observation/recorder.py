@@ -497,8 +497,9 @@ class Recorder:
         found: list[dict[str, Tensor]] = []
         for positions, rows in queries or [((0, 0), slice(0))]:  # a rank without tokens has empty statistics
             places = positions[0] + span.queries[0], positions[1] + span.queries[0]
-            part = replace(
-                slice_request(request, replace(span, queries=places)),
+            part = slice_request(
+                request,
+                replace(span, queries=places),
                 q=request.q[one, :, rows],
                 k=request.k[one, :, columns],
                 v=request.v[one, :, columns],

@@ -670,11 +670,8 @@ def slice_call(call: AttentionCall, span: SampleSpan) -> AttentionCall:
     """
     request, attended = call.request, call.result
     sample, rows, columns = slice(span.sample, span.sample + 1), slice(*span.queries), slice(*span.keys)
-    part = replace(
-        slice_request(request, span),
-        q=request.q[sample, :, rows],
-        k=request.k[sample, :, columns],
-        v=request.v[sample, :, columns],
+    part = slice_request(
+        request, span, q=request.q[sample, :, rows], k=request.k[sample, :, columns], v=request.v[sample, :, columns]
     )
     valid, logsumexp = sliceable_parts(request, span), attended.logsumexp[sample, :, rows]
     kept = {name: value[sample, :, rows] for name, value in attended.statistics.items() if valid.includes(name)}
@@ -683,8 +680,8 @@ def slice_call(call: AttentionCall, span: SampleSpan) -> AttentionCall:
     return AttentionCall(part, AttentionResult(attended.output[sample, :, rows], logsumexp, kept, factors))
 
 
-def slice_request(request: AttentionRequest, span: SampleSpan) -> AttentionRequest:
-    """Slice the mask, bias and shape of one sample from a request; q, k and v are not sliced."""
+def slice_request(request: AttentionRequest, span: SampleSpan, **tensors: Any) -> AttentionRequest:
+    """Slice the mask, bias and shape of one sample from a request, with its q, k and v where these are given."""
     rows, columns = slice(*span.queries), slice(*span.keys)
     shape = request.shape._replace(
         batch=1,
@@ -702,6 +699,7 @@ def slice_request(request: AttentionRequest, span: SampleSpan) -> AttentionReque
         query_start=position,
         bias=None if request.bias is None else _slice_bias(request.bias, request.shape.query_length, span),
         origin=None,
+        **tensors,
     )
 
 

@@ -279,7 +279,7 @@ class SampleRecord:
             self._calls_of_maps = 1
         else:
             # A statistic that was not measured in one call is dropped for the whole sample.
-            per_query = {name: statistics[name] for name in self.table.names_of(text) if name in statistics}
+            per_query = {name: statistics[name] for name in self.table.statistics if name in statistics}
             self._maps = {name: value for name, value in self._maps.items() if name in statistics}
             names = [name for name in self._per_key if name in statistics]
             received: dict[PartName, Tensor] = {}

@@ -8,7 +8,6 @@ a view of the rows of its text (`RowsOfText`).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,21 +30,44 @@ class _Chunk(NamedTuple):
     pieces: Sequence[tuple[int, int]]
 
 
-class RaggedRows:
-    """One column of a table, (heads, rows, ...), with the rows of each text one after another.
+class RowCounts:
+    """Numbers of rows and of pieces of each text, in columns to which each call appends the same pieces.
 
     Attributes:
+        rows: text -> its number of rows.
         pieces: text -> how many pieces were appended to it, those without rows included.
     """
 
-    __slots__ = ("_chunks", "_lengths", "_ordered", "pieces")
+    __slots__ = ("pieces", "rows")
 
     def __init__(self) -> None:
-        self._chunks: list[_Chunk] = []
-        self._lengths: dict[int, int] = {}  # number of rows of each text
+        self.rows: dict[int, int] = {}
         self.pieces: dict[int, int] = {}
-        # text -> a tensor in which its rows follow each other, and the first of them; None after a call appended rows
-        self._ordered: dict[int, tuple[Tensor, int]] | None = None
+
+    def add(self, pieces: Sequence[tuple[int, int]]) -> None:
+        """Count pieces: the text and number of rows of each."""
+        for text, length in pieces:
+            self.rows[text] = self.rows.get(text, 0) + length
+            self.pieces[text] = self.pieces.get(text, 0) + 1
+
+
+class RaggedRows:
+    """One column of a table, (heads, rows, ...), with the rows of each text one after another.
+
+    Args:
+        counts: the counts of several columns, which the table counts once for all of them; None if the column has its
+            own.
+    """
+
+    __slots__ = ("_chunks", "_counts_itself", "_ordered", "counts")
+
+    def __init__(self, counts: RowCounts | None = None) -> None:
+        self.counts = RowCounts() if counts is None else counts
+        self._counts_itself = counts is None
+        self._chunks: list[_Chunk] = []
+        # text -> a tensor in which its rows follow each other, the first of them, and their number; None after a call
+        # appended rows
+        self._ordered: dict[int, tuple[Tensor, int, int]] | None = None
 
     def append(self, rows: Tensor | LaterRows, pieces: Sequence[tuple[int, int]]) -> None:
         """Append the rows of a call.
@@ -56,20 +78,19 @@ class RaggedRows:
         """
         self._chunks.append(_Chunk(rows, pieces))
         self._ordered = None
-        for text, length in pieces:
-            self._lengths[text] = self._lengths.get(text, 0) + length
-            self.pieces[text] = self.pieces.get(text, 0) + 1
+        if self._counts_itself:
+            self.counts.add(pieces)
 
     def length(self, text: int) -> int:
         """Return the number of rows of a text."""
-        return self._lengths.get(text, 0)
+        return self.counts.rows.get(text, 0)
 
     def rows_of(self, text: int) -> Tensor:
         """Return the rows of a text, (heads, rows, ...), a view of the table; a piece of it must have been appended."""
-        whole, first = (self._ordered or self._put_in_order())[text]
-        return whole.narrow(1, first, self._lengths[text])
+        whole, first, length = (self._ordered or self._put_in_order())[text]
+        return whole.narrow(1, first, length)
 
-    def _put_in_order(self) -> dict[int, tuple[Tensor, int]]:
+    def _put_in_order(self) -> dict[int, tuple[Tensor, int, int]]:
         of_texts: dict[int, list[Tensor]] = {}
         chunks, found = self._chunks, list[_Chunk]()  # read once, because another thread may put the same in order
         for rows, pieces in chunks:
@@ -86,16 +107,17 @@ class RaggedRows:
             found = [
                 _Chunk(
                     torch.cat([part for text in group for part in of_texts[text]], 1),
-                    [(text, self._lengths[text]) for text in group],
+                    [(text, sum(part.shape[1] for part in of_texts[text])) for text in group],
                 )
                 for group in groups.values()
             ]
-        ordered: dict[int, tuple[Tensor, int]] = {}
+        ordered: dict[int, tuple[Tensor, int, int]] = {}
         for rows, pieces in found:
             first = 0
             for text, length in pieces:
                 assert isinstance(rows, Tensor)
-                ordered.setdefault(text, (rows, first))
+                whole, start, before = ordered.get(text, (rows, first, 0))
+                ordered[text] = whole, start, before + length
                 first += length
         self._chunks, self._ordered = found, ordered
         return ordered
@@ -116,7 +138,7 @@ def append_new_keys(column: RaggedRows, text: int, k: Tensor, *, start: int, dev
         zeros = torch.zeros(k.shape[0], missing, k.shape[2], dtype=k.dtype, device=device)
         column.append(zeros, [(text, missing)])
     # also without new keys: the shape becomes known
-    if start + k.shape[1] > column.length(text) or text not in column.pieces:
+    if start + k.shape[1] > column.length(text) or text not in column.counts.pieces:
         new = copy_contiguous(k[:, column.length(text) - start :], device)
         column.append(new, [(text, new.shape[1])])
 
@@ -181,7 +203,6 @@ class RowsInTensor(RowsOfText):
         return self.tensor[:, :, start : max(min(stop, self.length), start)]
 
 
-@dataclass(eq=False)
 class TextTable:
     """The numbers of the texts that a layer has read; a text is known by its number.
 
@@ -192,10 +213,11 @@ class TextTable:
         statistics: name -> (heads, rows), a row per query, of the statistics that have one number per query.
     """
 
-    logsumexp: RaggedRows = field(default_factory=RaggedRows)
-    q: RaggedRows = field(default_factory=RaggedRows)
-    k: RaggedRows = field(default_factory=RaggedRows)
-    statistics: dict[str, RaggedRows] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._queries = RowCounts()
+        self.logsumexp, self.q, self.k = RaggedRows(self._queries), RaggedRows(self._queries), RaggedRows()
+        self.statistics: dict[str, RaggedRows] = {}
+        self._texts_without: dict[str, set[int]] = {}  # name of a statistic -> the texts of which a call lacks it
 
     def append(
         self,
@@ -205,21 +227,22 @@ class TextTable:
         q: Tensor | LaterRows | None,
     ) -> None:
         """Append the queries of a call, see `RaggedRows.append`; tensors as in the columns of the table."""
+        columns = self.statistics
+        for name in statistics:
+            if name not in columns:
+                columns[name], self._texts_without[name] = RaggedRows(self._queries), set(self._queries.pieces)
+        for name in columns.keys() - statistics.keys():
+            self._texts_without[name].update(text for text, _ in pieces)
+        self._queries.add(pieces)
         self.logsumexp.append(logsumexp, pieces)
         if q is not None:
             self.q.append(q, pieces)
         for name, values in statistics.items():
-            if name not in self.statistics:
-                self.statistics[name] = RaggedRows()
-            self.statistics[name].append(values, pieces)
-
-    def names_of(self, text: int) -> list[str]:
-        """Return the names of the statistics that have rows of a text."""
-        return [name for name, column in self.statistics.items() if text in column.pieces]
+            columns[name].append(values, pieces)
 
     def statistics_of(self, text: int) -> dict[str, Tensor]:
         """Return the statistics of a text that were measured in all of its calls: name -> (heads, queries)."""
-        calls, columns = self.logsumexp.pieces.get(text), self.statistics
-        return {
-            name: columns[name].rows_of(text) for name in self.names_of(text) if columns[name].pieces[text] == calls
-        }
+        if text not in self._queries.pieces:
+            return {}
+        lacking = self._texts_without
+        return {name: column.rows_of(text) for name, column in self.statistics.items() if text not in lacking[name]}
