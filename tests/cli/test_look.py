@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from PIL import Image
 from rich.cells import cell_len
-from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPModel
+from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPModel, ViTConfig, ViTImageProcessorPil, ViTModel
 
 from multihead.cli import main
 from multihead.locale.texts import text
@@ -256,8 +257,8 @@ def test_the_table_is_sorted_by_what_textbook_measures_and_shows_it(tmp_path: Pa
         (
             [MODEL],
             (
-                "error: Give the text to read: either --text FILE or --prompt TEXT, or --audio FILE for a speech "
-                "model. See `multihead look --help`.\n"
+                "error: Give what to read: --text FILE or --prompt TEXT, --audio FILE for a speech model, or --image "
+                "FILE for one that reads pictures. See `multihead look --help`.\n"
             ),
         ),
         (
@@ -433,3 +434,39 @@ def test_files_hold_the_whole_table_of_which_the_first_rows_are_printed(tmp_path
     assert len(re.findall(r"^L\d+ H\d+", result.stdout, re.MULTILINE)) == 2
     assert len(json.loads(Path(as_json).read_text("utf-8"))) == 72
     assert len(Path(as_csv).read_text("utf-8").splitlines()) == 73
+
+
+def test_a_picture_is_read_and_what_a_head_reads_of_it_is_saved(tmp_path: Path) -> None:
+    folder = str(tmp_path / "vit")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    ViTModel(ViTConfig(**sizes, image_size=16, patch_size=4)).save_pretrained(folder)
+    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
+    image, png, page = (str(tmp_path / name) for name in ("cat.png", "heads.png", "page.html"))
+    Image.linear_gradient("L").save(image)
+    result = run(folder, "--image", image, "--png", png, "--out", page)
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if line]
+    assert lines[0] == "vit read 1 picture with 1 layer of 2 heads."
+    assert "The pictures became 16 tokens." in lines
+    assert any(line.startswith("What L0 H") for line in lines)
+    assert "Weights show where a head reads, not why the model answered." in lines
+    with Image.open(png) as saved:
+        assert saved.format == "PNG"
+    assert Path(page).stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("--prompt", "a", "--png", "a.png"), "--png is for pictures. Add --image FILE."),
+        (("--image", "a", "--textbook"), "--textbook cannot be given with --image. Leave one of them out."),
+        (
+            ("--image", "a", "--prompt", "a", "--prompt", "b"),
+            "2 texts were given with --image, and one is read. Give one --prompt.",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_pictures_are_rejected_with_one_sentence(given: tuple[str, ...], sentence: str) -> None:
+    result = run(MODEL, *given)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {sentence} See `multihead look --help`.\n"

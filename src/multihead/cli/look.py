@@ -7,6 +7,7 @@ per generated token in each layer. `--textbook` runs the encoder alone: random t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from multihead.models.loading import LoadedModel
+    from multihead.models.source import FoundModel
+    from multihead.observation.record import Record
+    from multihead.viewer.looking import ModelInputs
+
 DEFAULT_SORT = "layer"
 EXAMPLES = """
 \b
@@ -44,6 +50,8 @@ Examples:
   multihead look ./my-model --prompt "你好" --lang zh --json -
   multihead look ./my-t5 --prompt "A text" --decoder-text "Ein Text"
   multihead look ./my-whisper --audio speech.wav
+  multihead look ./my-vit --image cat.jpg --png heads.png
+  multihead look ./my-vlm --image cat.jpg --prompt "What is this?"
   multihead look ./my-model --text book.txt --tokens 8192 --textbook \\
     --out book.html --record book.safetensors
 
@@ -70,6 +78,20 @@ def _check_sort(context: click.Context, param: click.Parameter, value: str) -> s
 @option_given_once(
     "--audio", metavar="FILE", description="Read this audio, for speech models: WAV, or an array of NumPy (.npy)."
 )
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    metavar="FILE",
+    help="Read this picture, for models that read pictures; with --prompt, if they read text too. May be repeated.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many tokens the pictures may become.  [default: 4096]",
+)
+@option_given_once("--png", metavar="FILE", description="Save what one head reads of the first picture as PNG.")
 @click.option(
     "--decoder-text",
     "decoder_texts",
@@ -116,6 +138,9 @@ def look(
     files: tuple[str, ...],
     prompts: tuple[str, ...],
     audio: str | None,
+    images: tuple[str, ...],
+    max_tokens: int | None,
+    png: str | None,
     decoder_texts: tuple[str, ...],
     tokens: int | None,
     layers: str | None,
@@ -131,7 +156,7 @@ def look(
     start_token: str | None,
     lang: str,
 ) -> None:
-    """Look at every head of a model as it reads one or several texts.
+    """Look at every head of a model as it reads texts or pictures.
 
     Prints a table of all heads and highlights, and writes one page that opens offline: the map of every head, every
     number, and each weight. For a long text the page holds pooled maps and each query's largest weights;
@@ -141,13 +166,16 @@ def look(
     check_no_surplus(context.args)
     if not textbook:
         _check_no_textbook_needed(sort, start_token)
-    texts, sound = _texts_or_audio(files, prompts, audio, textbook=textbook)
-    targets = [out, *table_files(json_file, csv_file), record_file]
+    _check_options_of_pictures(
+        images,
+        of_texts={"--audio": audio, "--decoder-text": decoder_texts, "--tokens": tokens, "--textbook": textbook},
+        of_pictures={"--png": png, "--max-tokens": max_tokens},
+    )
+    texts, sound = _texts_or_audio(files, prompts, audio, images, textbook=textbook)
+    targets = [out, png, *table_files(json_file, csv_file), record_file]
     check_writable([target for target in targets if target is not None])
     chosen = None if layers is None else parse_layers(layers)
-    require("jinja2", purpose="Writing a page", extra="view")
-    if record_file is not None:
-        require("safetensors", purpose="Saving a record", extra="view")
+    _check_packages(images=bool(images), png=png is not None, record=record_file is not None)
 
     # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
     from multihead.models.source import find_model
@@ -156,40 +184,41 @@ def look(
         steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
         found = find_model(model)
         from multihead.cli.console import open_console, print_sentence
-        from multihead.models.given_texts import recognise_texts
         from multihead.models.loading import family_head
         from multihead.record.analysis.roles import rows_with_roles
         from multihead.record.memory_use import memory_of
-        from multihead.viewer.looking import (
-            check_decoder_texts,
-            load_model_and_encode_texts,
-            record_model_run,
-            write_page_of_run,
-        )
+        from multihead.viewer.looking import write_page_of_run
 
-        given = [] if sound is not None else recognise_texts(texts)
-        for_decoder = check_decoder_texts(decoder_texts or None, max(len(given), 1))
-        loaded, encoded = load_model_and_encode_texts(
-            found,
-            given,
-            tokens=tokens,
-            layers=chosen,
-            device=device,
-            dtype=dtype,
-            stage=lambda stage: steps.show(locale(f"look.doing.{stage}", lang, model=escape_controls(model))),
-        )
-        inputs, record = record_model_run(
-            loaded,
-            encoded,
-            sound,
-            decoder_texts=for_decoder,
-            layers=chosen,
-            textbook=textbook,
-            start_token=start_token,
-            show=steps.show,
-            lang=lang,
-        )
-        memory = memory_of(record.layers)
+        inputs: list[ModelInputs] = []
+        of_pictures: list[str] = []
+        if images:
+            steps.show(locale("look.doing.watching", lang))
+            loaded, record, of_pictures = _record_pictures(
+                found,
+                images,
+                texts,
+                png,
+                max_tokens=max_tokens,
+                layers=chosen,
+                device=device,
+                dtype=dtype,
+                lang=lang,
+            )
+        else:
+            loaded, inputs, record = _record_texts(
+                found,
+                texts,
+                sound,
+                steps,
+                decoder_texts=decoder_texts,
+                tokens=tokens,
+                layers=chosen,
+                device=device,
+                dtype=dtype,
+                textbook=textbook,
+                start_token=start_token,
+                lang=lang,
+            )
         if record_file is not None:
             steps.show(locale("look.doing.saving", lang, file=escape_controls(record_file)))
             record.save(record_file)
@@ -199,7 +228,7 @@ def look(
         def count_queries(done: int, total: int) -> None:
             steps.show(reading, done, total)
 
-        of_page = record.profiles(sample=0, progress=count_queries) if len(inputs) == 1 else None
+        of_page = record.profiles(sample=0, progress=count_queries) if len(record.texts) == 1 else None
         of_all = of_page or record.profiles(progress=count_queries)
         storing = locale("look.doing.storing", lang)
         steps.show(storing)
@@ -217,11 +246,109 @@ def look(
     write_tables(rows, json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
         print_heads(record, of_all, inputs, rows[:top], sort=sort, lang=lang)
+        for sentence in of_pictures:
+            print_sentence(open_console(), sentence)
         if textbook:
             print_textbook_heads(of_all, lang)
-        elif inputs[0].text is not None and family_head(loaded) == "language":
+        elif inputs and inputs[0].text is not None and family_head(loaded) == "language":
             print_sentence(open_console(), locale("look.no textbook", lang))
-        print_memory_and_files(page, record_file, memory, lang)
+        print_memory_and_files(page, record_file, memory_of(record.layers), lang)
+
+
+def _record_texts(
+    found: FoundModel,
+    texts: list[str],
+    sound: tuple[NDArray[np.float32], int] | None,
+    steps: Steps,
+    *,
+    decoder_texts: tuple[str, ...],
+    tokens: int | None,
+    layers: list[int] | None,
+    device: str,
+    dtype: str,
+    textbook: bool,
+    start_token: str | None,
+    lang: str,
+) -> tuple[LoadedModel, list[ModelInputs], Record]:
+    """Load a model, and record it on texts or audio."""
+    from multihead.models.given_texts import recognise_texts
+    from multihead.viewer.looking import check_decoder_texts, load_model_and_encode_texts, record_model_run
+
+    given = [] if sound is not None else recognise_texts(texts)
+    for_decoder = check_decoder_texts(decoder_texts or None, max(len(given), 1))
+    loaded, encoded = load_model_and_encode_texts(
+        found,
+        given,
+        tokens=tokens,
+        layers=layers,
+        device=device,
+        dtype=dtype,
+        stage=lambda stage: steps.show(locale(f"look.doing.{stage}", lang, model=escape_controls(found.name))),
+    )
+    inputs, record = record_model_run(
+        loaded,
+        encoded,
+        sound,
+        decoder_texts=for_decoder,
+        layers=layers,
+        textbook=textbook,
+        start_token=start_token,
+        show=steps.show,
+        lang=lang,
+    )
+    return loaded, inputs, record
+
+
+def _record_pictures(
+    found: FoundModel,
+    images: tuple[str, ...],
+    texts: list[str],
+    png: str | None,
+    *,
+    max_tokens: int | None,
+    layers: list[int] | None,
+    device: str,
+    dtype: str,
+    lang: str,
+) -> tuple[LoadedModel, Record, list[str]]:
+    """Load a model, record it on pictures, and save one as PNG; return sentences about the pictures, too."""
+    from multihead.viewer.looking_at_pictures import (
+        MAX_PICTURE_TOKENS,
+        load_picture_model,
+        look_at_pictures,
+        save_picture,
+    )
+
+    loaded, processor = load_picture_model(found, device=device, dtype=dtype)
+    most = MAX_PICTURE_TOKENS if max_tokens is None else max_tokens
+    text = texts[0] if texts else None
+    run = look_at_pictures(loaded, processor, list(images), text, max_tokens=most, layers=layers)
+    sentences = [locale("look.picture tokens", lang, number=f"{run.tokens:,}"), *map(escape_controls, run.notes)]
+    if png is not None:
+        opening = save_picture(run, png)
+        head = f"L{opening.layer} H{opening.head}"
+        sentences.append(locale("look.png", lang, file=escape_controls(png), head=head))
+    return loaded, run.record, [*sentences, locale("look.not why", lang)]
+
+
+def _check_options_of_pictures(
+    images: tuple[str, ...], *, of_texts: Mapping[str, object], of_pictures: Mapping[str, object]
+) -> None:
+    for name, value in (of_texts if images else of_pictures).items():
+        if value and images:
+            raise click.UsageError(f"{name} cannot be given with --image. Leave one of them out.")
+        if value:
+            raise click.UsageError(f"{name} is for pictures. Add --image FILE.")
+
+
+def _check_packages(*, images: bool, png: bool, record: bool) -> None:
+    require("jinja2", purpose="Writing a page", extra="view")
+    if record:
+        require("safetensors", purpose="Saving a record", extra="view")
+    if images:
+        require("PIL", purpose="Reading a picture", extra="image")
+    if png:
+        require("matplotlib", purpose="Saving a picture", extra="plot")
 
 
 def _check_no_textbook_needed(sort: str, start_token: str | None) -> None:
@@ -235,16 +362,22 @@ def _check_no_textbook_needed(sort: str, start_token: str | None) -> None:
 
 
 def _texts_or_audio(
-    files: tuple[str, ...], prompts: tuple[str, ...], audio: str | None, *, textbook: bool
+    files: tuple[str, ...], prompts: tuple[str, ...], audio: str | None, images: tuple[str, ...], *, textbook: bool
 ) -> tuple[list[str], tuple[NDArray[np.float32], int] | None]:
     """Return the texts to read and no audio, or no text and the samples of the audio with their rate."""
+    if images:
+        texts = [text for _, text in read_texts(files, prompts)]
+        if len(texts) > 1:
+            raise click.UsageError(f"{len(texts)} texts were given with --image, and one is read. Give one --prompt.")
+        return texts, None
     given = {"--text": files, "--prompt": prompts, "--audio": audio}
     several = [name for name, value in given.items() if value]
     if audio is not None and len(several) > 1:
         raise click.UsageError(f"{' and '.join(several)} were given, and only one of them is read. Leave out the rest.")
     if not several:
         raise click.UsageError(
-            "Give the text to read: either --text FILE or --prompt TEXT, or --audio FILE for a speech model."
+            "Give what to read: --text FILE or --prompt TEXT, --audio FILE for a speech model, or --image FILE for one "
+            "that reads pictures."
         )
     if audio is not None and textbook:
         raise click.UsageError("--textbook runs random tokens, and a speech model reads none. Leave it out.")

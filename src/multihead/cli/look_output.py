@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from multihead.record.memory_use import MemoryUse
     from multihead.record.profiles import LayerKinds
     from multihead.record.repeated import RepeatedTokens
+    from multihead.record.texts import Text
     from multihead.viewer.looking import ModelInputs
     from multihead.viewer.report import ReportSummary
 
@@ -50,7 +51,7 @@ def print_heads(
         print_sentence(console, text("look.on repeats", lang))
     if any("+" in row["kind"] for row in rows):
         print_sentence(console, text("look.more kinds", lang))
-    texts = [text for each in inputs for text in each.texts]
+    texts: Sequence[Text | EncodedText] = [text for each in inputs for text in each.texts] or record.texts
     # With two texts, "the first token" is not one token.
     tokens = texts[0].tokens if len(texts) == 1 else None
     found = findings(
@@ -76,6 +77,12 @@ def _sentence_on_input(record: Record, inputs: Sequence[ModelInputs], lang: str)
         count = text(f"look.{key}", lang, n=f"{most:,}", least=f"{least:,}")
         return count if len(texts) == 1 else text("look.texts", lang, number=f"{len(texts):,}", tokens=count)
 
+    if not inputs:  # pictures
+        texts = record.layers[-1].samples
+        values = {"model": escape_controls(record.title), "heads": _count_layers_and_heads(record, lang)}
+        number = sum(len(one.text.pictures) for one in texts)
+        key = "look.1 picture" if number == 1 else "look.pictures"
+        return text("look.read", lang, tokens=text(key, lang, number=number), **values)
     run = inputs[0]
     values = {"model": escape_controls(record.title), "heads": _count_layers_and_heads(record, lang)}
     if run.decoder_text is None:

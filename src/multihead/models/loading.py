@@ -47,6 +47,7 @@ _DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 _GENERATING_AUTO_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 # names of encoder-decoder model classes with the output head that generates the decoder's text
 _GENERATING_MODEL_NAME = re.compile("ConditionalGeneration|LMHead|MTModel")
+_PICTURE_AUTO_CLASSES = ("AutoModelForImageTextToText",)
 _AUTO_CLASSES: tuple[str, ...] = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 _HOW_TO_SAVE_AGAIN = "Save it again with model.save_pretrained(folder)."
 _ATTENTION_NAME = re.compile("attn|attention", re.IGNORECASE)  # in the name of a module
@@ -311,6 +312,7 @@ def load(
     head: OutputHead | None = None,
     device: str = "cpu",
     dtype: str = "auto",
+    reads_pictures: bool = False,
     stage: ReportStage | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer, without output to the terminal.
@@ -326,6 +328,7 @@ def load(
             `head` is None.
         device: device of the model, such as "cpu" or "cuda".
         dtype: dtype of the parameters: "auto" (as they were saved), "float32", "float64", "float16" or "bfloat16".
+        reads_pictures: whether a model of texts and pictures is loaded with the head that answers.
         stage: called with "tokenizer" and with "weights" when they start to load.
 
     Raises:
@@ -346,7 +349,7 @@ def load(
         _check_head(described, head)
     with silence_transformers(), hub_access(online=described.found_model.online):
         (stage or (lambda name: None))("weights")
-        network = _load_weights(described, dtype, head).to(target).eval()
+        network = _load_weights(described, dtype, head, reads_pictures=reads_pictures).to(target).eval()
         reads_audio = getattr(network, "main_input_name", "") == "input_features"
         extractor = _load_processor("AutoFeatureExtractor", described.pretrained_arguments) if reads_audio else None
     return LoadedModel(described.name, described.title, network, described.tokenizer, extractor, head)
@@ -612,7 +615,9 @@ def _check_head(described: ModelDescription, head: OutputHead) -> None:
     raise ModelError(finding, mend)
 
 
-def _load_weights(described: ModelDescription, dtype: str, head: OutputHead | None) -> Any:
+def _load_weights(
+    described: ModelDescription, dtype: str, head: OutputHead | None, *, reads_pictures: bool = False
+) -> Any:
     """Load the model with the class for an output head, or with the first class that accepts its configuration.
 
     Raises:
@@ -622,6 +627,8 @@ def _load_weights(described: ModelDescription, dtype: str, head: OutputHead | No
     classes = _AUTO_CLASSES if head is None else (_HEADS[head].auto_class,)
     if has_decoder(config) and _GENERATING_MODEL_NAME.search(str(config.architectures)):
         classes = _GENERATING_AUTO_CLASSES + classes
+    if reads_pictures:
+        classes = _PICTURE_AUTO_CLASSES + classes
     fitting = [each for each in classes if type(config) in _model_classes(each)]
     if not fitting:
         raise ModelError(

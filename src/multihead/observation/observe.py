@@ -95,7 +95,9 @@ def observe(
     torch.Size([2, 5])
     """
     options = Options(layers, keep, probes, special_ids, tokenizer, map_size, map_pool, kinds)
-    options = options._replace(names_pictures=True, processor=processor, images=images)
+    options = options._replace(
+        names_pictures=True, compares_texts=probes is not None, processor=processor, images=images
+    )
     with record_calls(model, options) as record:
         yield record
 
@@ -107,6 +109,7 @@ class Options(NamedTuple):
         keeps_chance: whether a summary has chance levels.
         keeps_quantiles: whether a summary has quantiles.
         names_pictures: whether the places of the tokens of pictures are measured.
+        compares_texts: whether layers with places keep the statistics that compare positions in a text.
     """
 
     layers: Sequence[int | str] | int | str | None = None
@@ -120,6 +123,7 @@ class Options(NamedTuple):
     keeps_chance: bool = True
     keeps_quantiles: bool = True
     names_pictures: bool = False
+    compares_texts: bool = False
     processor: Any = None
     images: Any = None
 
@@ -164,7 +168,7 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
             return RunningSummary(num_heads, keeps_quantiles=keeps_quantiles)
 
         recorder = Recorder(record, inputs, layer_filter, keep, measuring, keeps_chance, new_summary)
-        pictures = PictureCalls(record.layers, options.processor, options.images, compares_texts=probes is not None)
+        pictures = PictureCalls(record.layers, options.processor, options.images, compares_texts=options.compares_texts)
         follows = options.names_pictures and keep != "summary"
         with listen(recorder), pictures.follow(root, lambda: inputs.is_recording) if follows else nullcontext():
             yield record

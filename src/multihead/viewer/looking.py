@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -51,6 +52,7 @@ from multihead.record.profiles import LayerProfile
 from multihead.record.table import number_with_noun
 from multihead.record.texts import Text
 from multihead.tensors.undo import Undo
+from multihead.viewer.looking_at_pictures import MAX_PICTURE_TOKENS, load_picture_model, look_at_pictures
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,8 +96,11 @@ class ModelInputs:
 
 def look(
     model: str | nn.Module | LoadedModel,
-    text: Any,
+    text: Any = None,
     *,
+    image: Any = None,
+    processor: Any = None,
+    max_tokens: int = MAX_PICTURE_TOKENS,
     tokenizer: Any = None,
     tokens: int | None = None,
     layers: Sequence[int] | None = None,
@@ -109,7 +114,7 @@ def look(
     out: str | os.PathLike[str] = "report.html",
     lang: str = "en",
 ) -> Record:
-    """Run a model on one or several texts, and show every head: the widget in a notebook, elsewhere one page.
+    """Run a model on texts or pictures, and show every head: the widget in a notebook, elsewhere one page.
 
     Each text is a sample of the record, and has the numbers that it has alone, however the texts were given. The page
     is written to `out`, and its path is printed; it opens in the browser if there is one. The command
@@ -121,7 +126,12 @@ def look(
             `tokenizer`.
         text: the text to read; or a list of texts; a chat (a list of messages such as {"role": "user", "content":
             "Hello"}), which the chat template of the tokenizer writes, or a list of chats; token ids, (tokens,) or
-            (texts, tokens); or a batch of the tokenizer, whose `attention_mask` says what is padding.
+            (texts, tokens); or a batch of the tokenizer, whose `attention_mask` says what is padding. With `image`, one
+            text, which a model of texts and pictures reads after the pictures, by its chat template if it has one.
+        image: a picture, or a list of pictures: names of files, pictures of Pillow, or arrays of (height, width,
+            channels). A model of pictures alone reads each by itself.
+        processor: the processor of a model that is not given by name and reads pictures.
+        max_tokens: how many tokens the pictures may become.
         tokenizer: the tokenizer, if `model` is not given by name.
         tokens: cut each text to this many tokens, special tokens included.
         layers: only these layers, counted from 0; None records all.
@@ -139,8 +149,9 @@ def look(
         the record.
 
     Raises:
-        ModelError: there is no such model, or it does not read text alone.
-        InputError: the text is empty or longer than the model accepts, or the page cannot be written.
+        ModelError: there is no such model, or it does not read what was given.
+        InputError: the text is empty or longer than the model accepts, a picture cannot be read or becomes too many
+            tokens, or the page cannot be written.
         ArgumentError: an invalid argument, or a model without a tokenizer.
         MissingPackageError: an optional package is not installed; checked before the model runs.
 
@@ -151,8 +162,12 @@ def look(
     2
     """
     check_language(lang)
-    given = recognise_texts(text)
-    decoder_texts = check_decoder_texts(decoder_text, len(given))
+    if text is None and image is None:
+        raise ArgumentError(
+            "Neither text nor image was given.", "Give text=, or image= to a model that reads pictures."
+        )
+    given = recognise_texts(text) if image is None else []
+    decoder_texts = check_decoder_texts(decoder_text, len(given)) if image is None else []
     kinds = check_kinds(kinds, KINDS)
     check_path("out", out)
     if tokens is not None:
@@ -164,6 +179,19 @@ def look(
         from multihead.viewer import widget  # noqa: F401 - raises an error for missing packages before the model runs
     elif show:
         require("jinja2", purpose="Writing a page", extra="view")
+    if image is not None:
+        check_integer("max_tokens", max_tokens)
+        unused = {"tokenizer": tokenizer, "tokens": tokens, "decoder_text": decoder_text, "textbook": textbook or None}
+        if several := [name for name, value in unused.items() if value is not None]:
+            raise ArgumentError(f"image was given, and {several[0]} is for texts.", f"Leave out {several[0]}.")
+        loaded, processor = _picture_model(model, processor, device=device, dtype=dtype)
+        run = look_at_pictures(loaded, processor, image, text, max_tokens=max_tokens, layers=layers, kinds=kinds)
+        for note in run.notes:
+            warnings.warn(note, UserWarning, stacklevel=2)
+        _show_record(run.record, [], show=show, in_notebook=in_notebook, out=out, lang=lang)
+        return run.record
+    if processor is not None:
+        raise ArgumentError("processor was given without image.", "Give image=, or leave out processor.")
     named = _model_or_name(model, tokenizer)
     loaded, encoded = load_model_and_encode_texts(
         named, given, tokens=tokens, layers=layers, device=device, dtype=dtype
@@ -181,13 +209,48 @@ def look(
             kinds=kinds,
             lang=lang,
         )
+    _show_record(record, inputs, show=show, in_notebook=in_notebook, out=out, lang=lang)
+    return record
+
+
+def _show_record(
+    record: Record,
+    inputs: Sequence[ModelInputs],
+    *,
+    show: bool,
+    in_notebook: bool,
+    out: str | os.PathLike[str],
+    lang: str,
+) -> None:
+    """Show the widget in a notebook; elsewhere write the page and open it."""
     if in_notebook:
         _display_in_cell(record.view(lang=lang))
     elif show:
         summary = write_page_of_run(record, inputs, out=out, lang=lang)
         _open_in_browser(summary.path)
         sys.stdout.write(f"{summary}\n")
-    return record
+
+
+def _picture_model(
+    model: str | nn.Module | LoadedModel, processor: Any, *, device: str, dtype: str
+) -> tuple[LoadedModel, Any]:
+    """Return a model that reads pictures and its processor, loaded by name or as they are given."""
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    if isinstance(model, str):
+        if processor is not None:
+            raise ArgumentError(
+                f"model is the name {model!r}, which has a processor of its own.", "Leave out processor."
+            )
+        return load_picture_model(model, device=device, dtype=dtype)
+    loaded = model if isinstance(model, LoadedModel) else None
+    if loaded is None:
+        if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+            raise ArgumentError(f"model is {name_given(model)}.", "Give a name or a Hugging Face model.")
+        loaded = LoadedModel(type(model).__name__, type(model).__name__, model.eval(), None)
+    if processor is None:
+        raise ArgumentError("The model has no processor.", "Give processor=, or the name of the model.")
+    return loaded, processor
 
 
 def load_model_and_encode_texts(
