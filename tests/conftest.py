@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 
 # Without it, each of the processes that the tests start would compile every module of the library that it imports.
@@ -19,6 +20,9 @@ os.environ.pop("LINES", None)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from collections.abc import Generator, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +31,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.parallel.processes import Processes, forking_context, processes
 
+ROOT = Path(__file__).resolve().parent.parent
 sys.dont_write_bytecode = False  # the tests themselves, for the next run
 # Files of tests need not survive a power cut, and each would wait for the disk. tests/test_files.py asserts the calls.
 os.fsync = lambda _: None  # type: ignore[assignment]
@@ -47,6 +52,36 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.set_threshold(10_000)  # a twentieth of all time was spent in collections of 700 objects
         gc.enable()
+
+
+# Tests whose processes fork from one that has imported what they need: it takes ten seconds of a core to start it and
+# four of them. The first graph that torch.compile makes in a process takes six.
+SHARED = {
+    "ranks": re.compile(r"four: Processes|_imported_before"),
+    "graphs": re.compile(r"torch\.(compile|export\.export|_dynamo)\b"),
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have one process run all files that share what is expensive to start, and any other file."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class Together(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return _unit_of(super()._split_scope(nodeid))
+
+    return Together(config, log)
+
+
+@cache
+def _unit_of(file: str) -> str:
+    """Return the name of what a file shares with others, or the file."""
+    path = ROOT / file
+    text = path.read_text(encoding="utf-8") if path.suffix == ".py" and path.is_relative_to(ROOT / "tests") else ""
+    return next((name for name, pattern in SHARED.items() if pattern.search(text)), file)
 
 
 # Without an accelerator torch.manual_seed formats the stack three times, for devices that are never initialised.

@@ -58,7 +58,7 @@ def test_before_training_nothing_but_the_cut_into_heads_differs() -> None:
 
 
 def test_heads_that_start_as_copies_stay_copies() -> None:
-    drawn, copied = (train_model(TASKS["two"], 2, steps=20, start=start) for start in ("drawn", "copied"))
+    drawn, copied = (train_model(TASKS["two"], 2, steps=5, start=start) for start in ("drawn", "copied"))
     assert copied.head_distance_before == copied.head_distance_after == 0
     assert drawn.head_distance_before > 1
     first, second = copied.learning_curve[-1].head_measurements

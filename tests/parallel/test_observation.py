@@ -107,18 +107,18 @@ def reduced(group: Any, rank: int, *options: Any) -> Record | None:
 
 
 # What a rank has of a text depends on the order of the tokens and on the lengths: one order meets every mask, and each
-# other way of splitting, on two ranks, the masks where a rank has no token of a text and where a sample sees nothing.
+# other way of splitting the masks where a rank has no token of a text and where a sample sees nothing. In a ring of
+# four, a rank also passes on what it was sent: also where it has no token of a text.
 JOINED = [
-    *((*STRATEGIES[0], mask) for mask in MASKS),
-    *((*each, mask) for each in STRATEGIES[1:] for mask in ("short", "a sample that sees nothing")),
+    *((*STRATEGIES[0], mask, 4 if mask in ("documents", "short") else 2) for mask in MASKS),
+    *((*each, mask, 2) for each in STRATEGIES[1:] for mask in ("short", "a sample that sees nothing")),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "layout", "mask"), JOINED)
+@pytest.mark.parametrize(("strategy", "layout", "mask", "ranks"), JOINED)
 def test_the_joined_record_of_tokens_is_that_of_one_process(
-    four: Processes, strategy: str, layout: str, mask: str
+    four: Processes, strategy: str, layout: str, mask: str, ranks: int
 ) -> None:
-    ranks = 4 if (strategy, layout) == STRATEGIES[0] else 2
     found, *others = four.results(reduced, mask, strategy, layout, "cpu", ranks=ranks)
     assert others == [None] * (ranks - 1)
     agree(found, one_process(mask))
@@ -187,23 +187,28 @@ def test_the_joined_record_of_heads_is_that_of_one_process(four: Processes, keep
     assert "; head 3 of 4>" in found[3][0]
 
 
-def by_both(group: Any, rank: int, first: str) -> tuple[str, Record | None, Record | None]:
+def by_both(group: Any, rank: int) -> tuple[Record | None, dict[str, tuple[str, Record | None]]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     model = parallelize(Model(), mesh["tp"])
     seen = split(mesh["cp"], "padded", "ring", "balanced", "cpu", model)
-    at_once = seen.reduce(group)
-    half = seen.reduce(mesh[first], to=None)
-    assert half is not None
-    return repr(half), at_once, half.reduce(mesh["tp" if first == "cp" else "cp"])
+    in_steps = {}
+    for first, second in (("cp", "tp"), ("tp", "cp")):
+        half = seen.reduce(mesh[first], to=None)
+        assert half is not None
+        in_steps[first] = (repr(half), half.reduce(mesh[second]))
+    return seen.reduce(group), in_steps
 
 
-@pytest.mark.parametrize("first", ["cp", "tp"])
-def test_heads_and_tokens_are_joined_at_once_or_one_after_the_other(four: Processes, first: str) -> None:
-    part, at_once, in_steps = four.results(by_both, first)[0]
-    left = "heads 0 to 1 of 4" if first == "cp" else "rank 0 of 2 of the sequence"
-    assert part == f"<Record of Model: 2 layers, {4 if first == 'cp' else 8} heads, 2 texts of up to 16 tokens; {left}>"
+def test_heads_and_tokens_are_joined_at_once_or_one_after_the_other(four: Processes) -> None:
+    at_once, in_steps = four.results(by_both)[0]
     agree(at_once, one_process("padded"))
-    agree(in_steps, one_process("padded"))
+    for first, left in (
+        ("cp", "4 heads, 2 texts of up to 16 tokens; heads 0 to 1 of 4"),
+        ("tp", "8 heads, 2 texts of up to 16 tokens; rank 0 of 2 of the sequence"),
+    ):
+        part, joined = in_steps[first]
+        assert part == f"<Record of Model: 2 layers, {left}>"
+        agree(joined, one_process("padded"))
 
 
 def saved(group: Any, rank: int, folder: Path, keep: Any) -> None:

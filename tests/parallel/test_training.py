@@ -44,8 +44,8 @@ def data() -> tuple[Tensor, Tensor]:
     return x, gradient
 
 
-def in_one_process(layers: int = 2) -> dict[str, Tensor]:
-    model, (x, gradient) = Model(layers), data()
+def in_one_process(layers: int = 2, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    model, (x, gradient) = Model(layers).to(dtype), (each.to(dtype) for each in data())
     output = model(x)
     (output * gradient).sum().backward()
     return {"output": output.detach()} | {key: each.grad for key, each in model.named_parameters()}  # type: ignore[misc]
@@ -143,15 +143,17 @@ def test_compiled_models_train_as_in_one_process(four: Processes) -> None:
 
 def compiled_heads(group: Any, rank: int) -> dict[str, Tensor]:
     torch._dynamo.reset()
-    model, (x, gradient) = parallelize(Model(1), DeviceMesh.from_group(group, "cpu")), data()
+    model = parallelize(Model(1).float(), DeviceMesh.from_group(group, "cpu"))
+    x, gradient = (each.float() for each in data())
     output = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
     (output * gradient).sum().backward()
     return {"output": output.detach()} | {key: whole(each.grad) for key, each in model.named_parameters()}
 
 
 def test_split_heads_are_compiled_in_one_graph(four: Processes) -> None:
+    """In float32, where attention is one operator: that of the reference kernel is a graph of hundreds."""
     for found in four.results(compiled_heads, ranks=2):
-        torch.testing.assert_close(found, in_one_process(1), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found, in_one_process(1, torch.float32), rtol=1e-4, atol=1e-5)
 
 
 def in_one_graph(group: Any, rank: int) -> tuple[str, str]:
