@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
 from benchmarks import trying
-from multihead.interventions.sweep import _OneHeadOffPerCopy
+from multihead.interventions import sweep
+from multihead.interventions.ablate import scale_heads
+from multihead.interventions.heads import HeadKey
 from tests.word_models import save_word_models
 
 
@@ -27,13 +30,11 @@ def test_the_error_is_small_unless_another_head_is_switched_off(
     monkeypatch.setitem(trying.MOST_OVER_FLOOR, model, 1000.0)
     result = trying.measure(model)
     assert (len(result.clicks), result.heads, result.unmet()) == (4, 8, [])
-    right = _OneHeadOffPerCopy.change
 
-    def wrong(self: _OneHeadOffPerCopy, call: object, output: object) -> object:
-        self.heads = (self.heads + 1) % 4
-        return right(self, call, output)  # type: ignore[arg-type]
+    def wrong(model: nn.Module, factors: dict[HeadKey, Tensor]) -> object:
+        return scale_heads(model, {key: each.roll(1, 1) for key, each in factors.items()})
 
-    monkeypatch.setattr(_OneHeadOffPerCopy, "change", wrong)
+    monkeypatch.setattr(sweep, "scale_heads", wrong)
     (said,) = trying.measure(model).unmet()
     assert said.startswith(f"{model}: the error is ")
 

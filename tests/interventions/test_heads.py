@@ -320,12 +320,12 @@ LATE: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], st
     "two factors by two names": (
         lambda model: mh.scale_heads(model, {"L0 H1": 0.5, ("first", 1): 2}),
         lambda model: model(torch.randn(1, 5, 8)),
-        "L0 H1 has the factors 0.5 and 2.0. Give it one.",
+        "L0 H1 has the factors 0.5 and 2. Give it one.",
     ),
     "a factor of a layer and of its head": (
         lambda model: mh.scale_heads(model, {"L1": 0.5, "L1 H1": 0}),
         lambda model: model(torch.randn(1, 5, 8)),
-        "L1 H1 has the factors 0.5 and 0.0. Give it one.",
+        "L1 H1 has the factors 0.5 and 0. Give it one.",
     ),
     "a layer that does not run": (
         lambda model: mh.ablate(model, ["L0 H1", "L1 H0"]),

@@ -152,6 +152,23 @@ def test_samples_are_texts_also_where_they_are_one_row(way: str) -> None:
 @pytest.mark.parametrize(
     "way", ["right padding", "left padding", "packed", "documents", "documents in steps", "in steps"]
 )
+def test_a_tensor_has_the_factors_of_each_text_however_the_texts_are_batched(way: str) -> None:
+    model, batch = Causal(), texts()
+    layer, head = torch.randn(len(batch), 4, dtype=torch.float64), torch.randn(len(batch), dtype=torch.float64)
+    head[0] = layer[1, 2] = 0
+    expected = [
+        model.by_hand(text, scaled(dict(enumerate(layer[index].tolist()))), scaled({1: head[index].item()}))
+        for index, text in enumerate(batch)
+    ]
+    with torch.no_grad(), mh.scale_heads(model, {"L0": layer, "L1 H1": head}):
+        found = WAYS[way](model, batch)
+    for each, right in zip(found, expected, strict=True):
+        equal(each, right)
+
+
+@pytest.mark.parametrize(
+    "way", ["right padding", "left padding", "packed", "documents", "documents in steps", "in steps"]
+)
 def test_means_are_those_of_tokens_without_padding(way: str) -> None:
     model, batch = Causal(), texts()
     outputs = [attend_by_hand(model.layers[0], text, unchanged, causal=True)[2][3] for text in batch]

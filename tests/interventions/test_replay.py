@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -146,5 +147,9 @@ def test_a_layer_that_does_not_run_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     replay, _ = read(model, inputs)
     with torch.no_grad(), mh.observe(model, probes=()) as seen:
         outputs(model, inputs)
-    with pytest.raises(ModelError, match=r"L0 was not reached\."):
+    sentence = (
+        "model.layers.0.self_attn was never reached inside the context. The layers that ran are none. Run the given "
+        "model and not a copy of it, with inputs that reach these layers and have the positions and samples."
+    )
+    with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
         list(sweep_layers(replay, inputs, seen.layers, lambda *_: torch.zeros(4, 1), most_copies=4))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +13,14 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ModelError
 from multihead.errors.arguments import check_integer, join_first
+from multihead.interventions.factors import (
+    HeadFactor,
+    LayerFactors,
+    check_factor,
+    describe_factor,
+    require_one_factor,
+    values_of,
+)
 from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.interventions.heads import Head, HeadKey, attention_layers, resolve_heads
 from multihead.interventions.means import HeadMeans, MeanOver, head_means
@@ -119,7 +126,7 @@ def ablate(
 
 def scale_heads(
     model: nn.Module,
-    factors: Mapping[Any, float],
+    factors: Mapping[Any, float | Tensor],
     *,
     positions: Positions = None,
     samples: Sequence[int] | None = None,
@@ -129,7 +136,9 @@ def scale_heads(
 
     Args:
         model: see `ablate`.
-        factors: head or layer, as in `ablate` -> finite factor; 0 switches it off, 1 changes nothing.
+        factors: head or layer, as in `ablate` -> finite factor; 0 switches it off, 1 changes nothing. A tensor of
+            floating-point numbers has a factor per text of the batch for a head, (texts,), and for a layer a factor
+            per head, (heads,), or per text and head, (texts, heads). Gradients pass to it, also where it is 0.
         positions: see `ablate`.
         samples: see `ablate`.
         allow_mixed: see `ablate`.
@@ -138,7 +147,8 @@ def scale_heads(
         a context manager.
 
     Raises:
-        ArgumentError, ModelError: as in `ablate`, or a factor is not finite.
+        ArgumentError, ModelError: as in `ablate`, or a factor is not finite, or has fewer texts or another number of
+            heads than a call.
 
     >>> import torch, multihead as mh
     >>> layer, x = mh.MultiHeadAttention(embed_dim=8, num_heads=2), torch.randn(1, 5, 8)
@@ -146,18 +156,20 @@ def scale_heads(
     ...     same = layer(x)
     >>> torch.allclose(same, layer(x), atol=1e-6)
     True
+    >>> gate = torch.zeros(2, requires_grad=True)  # a factor per head
+    >>> with mh.scale_heads(layer, {"L0": gate}):
+    ...     layer(x).square().sum().backward()
+    >>> gate.grad.shape
+    torch.Size([2])
     """
     if not isinstance(factors, Mapping):
         raise ArgumentError(f"factors is a {type(factors).__name__}.", 'Give a dict such as {"L17 H4": 0.5}.')
-    for head, factor in factors.items():
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not math.isfinite(factor):
-            raise ArgumentError(f"The factor of {head} is {factor!r}.", "Give a finite number.")
     resolve_heads(model, list(factors))  # all are checked before the first is used
-    found: dict[HeadKey, float] = {}
-    for head, factor in factors.items():
+    found: dict[HeadKey, HeadFactor] = {}
+    for head, given in factors.items():
         (key,) = resolve_heads(model, head)
-        if found.setdefault(key, float(factor)) != factor:
-            raise ArgumentError(f"{key} has the factors {found[key]} and {factor}.", "Give it one.")
+        factor = check_factor(head, key, given)
+        require_one_factor(key, found.setdefault(key, factor), factor)
     return Intervention(model, found, ScaledOutput(), positions, samples, allow_mixed=allow_mixed)
 
 
@@ -177,7 +189,7 @@ class Intervention:
     """
 
     model: nn.Module
-    heads: dict[HeadKey, float]
+    heads: Mapping[HeadKey, HeadFactor]
     replacement: Replacement
     positions: Positions = None
     samples: Sequence[int] | None = None
@@ -189,7 +201,8 @@ class Intervention:
         self.samples = _check_indices("samples", self.samples, "sample")
 
     def __repr__(self) -> str:
-        heads = (f"{key} {self.replacement.description.format(factor=factor)}" for key, factor in self.heads.items())
+        words = self.replacement.description
+        heads = (f"{key} {words.format(factor=describe_factor(factor))}" for key, factor in self.heads.items())
         return f"<Intervention: {', '.join(heads)}>"
 
     def __enter__(self) -> Intervention:
@@ -197,7 +210,13 @@ class Intervention:
             raise ArgumentError("This intervention is already active.", "Make another one with mh.ablate.")
         run = _InterventionRun(self)
         settings = self.replacement, repr(self.positions), self.samples
-        state = None if self.allow_mixed else _InterventionState(self.heads, settings, run.layers)
+        state = (
+            None
+            if self.allow_mixed
+            else _InterventionState(
+                {key: values_of(factor) for key, factor in self.heads.items()}, settings, run.layers
+            )
+        )
         try:
             self._active_run = run
             run.stack.enter_context(follow_calls(self.model, run.change, state=state))
@@ -228,12 +247,12 @@ class _InterventionState:
     is known once the layer has run in one of the two blocks, as it has when a cache is compared.
 
     Attributes:
-        heads: head -> the factor of its output.
+        heads: head -> the numbers of the factor of its output.
         settings: the replacement, positions and samples of the intervention.
         layers: name of a layer that ran in the block -> its number; filled in while the block runs.
     """
 
-    heads: Mapping[HeadKey, float]
+    heads: Mapping[HeadKey, object]
     settings: tuple[object, ...]
     layers: Mapping[str, int]
 
@@ -245,7 +264,7 @@ class _InterventionState:
             return False
         return self._factors_by_layer_name(other.layers) == other._factors_by_layer_name(self.layers)
 
-    def _factors_by_layer_name(self, more_layers: Mapping[str, int]) -> dict[tuple[int | str, int | None], float]:
+    def _factors_by_layer_name(self, more_layers: Mapping[str, int]) -> dict[tuple[int | str, int | None], object]:
         """Return (name of the layer, head) -> factor; a layer in neither list of layers keeps its number."""
         names = {number: name for layers in (more_layers, self.layers) for name, number in layers.items()}
         return {
@@ -272,7 +291,7 @@ class _InterventionRun:
     reached_heads: dict[HeadKey, Tensor | bool] = field(default_factory=dict)
     layers: dict[str, int] = field(default_factory=dict)
     # name of a layer -> the result of `_heads_of_layer`
-    _heads_of_layers: dict[str, tuple[list[HeadKey], Tensor, Tensor] | None] = field(default_factory=dict)
+    _heads_of_layers: dict[str, tuple[list[HeadKey], LayerFactors] | None] = field(default_factory=dict)
 
     def change(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Change the output of a call, (batch, heads, queries, value_dim), as `HeadChange.change_output` does."""
@@ -282,38 +301,36 @@ class _InterventionRun:
         found = self._heads_of_layers[call.layer_name]
         if found is None:
             return output, None
-        keys, heads, factors = found
-        heads, factors = heads.to(output.device), factors.to(output.device, output.dtype)
+        keys, factors_of_layer = found
+        heads = factors_of_layer.heads.to(output.device)
+        factors = factors_of_layer.of_queries(call, output)
         new, scales = self.intervention.replacement.replace(call, output, heads, factors)
         where = self._changed_queries(call)  # (batch, queries)
         if where is None:
             touched: Tensor | bool = output.numel() > 0
-            of_query = scales[:, None]
+            of_query = scales
         else:
             touched = where.any()
             new = torch.where(where[:, None, :, None], new, output.index_select(1, heads))
-            of_query = torch.where(where[:, None], scales[:, None], 1)  # (batch, heads, queries)
+            of_query = torch.where(where[:, None], scales, 1)  # (batch, heads, queries)
         for key in keys:
             self.reached_heads[key] = touched | self.reached_heads.get(key, False)
         # The numbers are equal for two calls only if both are changed in the same way.
-        forward_pass = 0 if where is None else call.forward_passes
+        forward_pass = 0 if where is None and of_query.shape[-1] == 1 else call.forward_passes
         changed = mark_changed_output(output.index_copy(1, heads, new), self.serial, forward_pass, call.layer_number)
-        ones = output.new_ones(1 if where is None else len(output), output.shape[1], of_query.shape[-1])
-        return changed, ones.index_copy(1, heads, of_query.expand(len(ones), -1, -1))
+        ones = output.new_ones(len(of_query), output.shape[1], of_query.shape[-1])
+        return changed, ones.index_copy(1, heads, of_query)
 
-    def _heads_of_layer(self, call: FollowedCall) -> tuple[list[HeadKey], Tensor, Tensor] | None:
-        """Return the changed heads of a layer: their keys, indices (heads,) int64 and factors; None if it has none."""
+    def _heads_of_layer(self, call: FollowedCall) -> tuple[list[HeadKey], LayerFactors] | None:
+        """Return the changed heads of a layer: their keys and factors; None if it has none."""
         count, keys = call.request.shape.num_heads, []
-        chosen: dict[int, float] = {}
+        chosen: dict[int, tuple[HeadFactor, bool]] = {}
         for key, factor in self.intervention.heads.items():
             if key.layer in (call.layer_number, call.layer_name):
                 keys.append(key)
                 for head in range(count) if key.head is None else [key.head]:
-                    if chosen.setdefault(head, factor) != factor:
-                        raise ArgumentError(
-                            f"{HeadKey(call.layer_number, head)} has the factors {chosen[head]} and {factor}.",
-                            "Give it one.",
-                        )
+                    before, _ = chosen.setdefault(head, (factor, key.head is None))
+                    require_one_factor(HeadKey(call.layer_number, head), before, factor)
         if not chosen:
             return None
         if call.has_split_heads:
@@ -327,7 +344,7 @@ class _InterventionRun:
                 f"H{max(chosen)}.",
                 f"The nearest is L{call.layer_number} H{count - 1}.",
             )
-        return keys, torch.tensor(list(chosen)), torch.tensor(list(chosen.values()), dtype=torch.float64)
+        return keys, LayerFactors.of(chosen)
 
     def _changed_queries(self, call: FollowedCall) -> Tensor | None:
         """Return the queries whose output is changed, (batch, queries) bool; None if the tokens do not matter."""

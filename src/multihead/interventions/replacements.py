@@ -30,10 +30,11 @@ class Replacement(Protocol):
             call: the call.
             output: (batch, heads of the layer, queries, value_dim), the output of all heads.
             heads: (heads,) int64, the indices of the changed heads in the layer.
-            factors: (heads,), the factors that the caller gave for the heads, in the dtype of the output.
+            factors: (1 or batch, heads, 1 or queries), the factors that the caller gave for the heads, in the dtype of
+                the output.
 
         Returns:
-            (batch, heads, queries, value_dim); and (heads,), NaN where the output is another vector.
+            (batch, heads, queries, value_dim); and factors of the same shape, NaN where the output is another vector.
         """
 
 
@@ -42,12 +43,14 @@ class ScaledOutput:
     """A head's own output times the factor of the head; the factor 0 gives 0, also for NaN and inf."""
 
     needs_tokens = False
-    description = "times {factor:g}"
+    description = "times {factor}"
 
     def replace(self, call: FollowedCall, output: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Scale the output of heads, see `Replacement.replace`."""
-        scaled = output.index_select(1, heads) * factors[:, None, None]
-        return scaled.masked_fill((factors == 0)[:, None, None], 0), factors
+        own, factors_of_values = output.index_select(1, heads), factors[..., None]
+        # 0 times inf is 0 here, and the gradient passes to a factor of 0.
+        usable = own.masked_fill((factors_of_values == 0) & ~own.isfinite(), 0)
+        return usable * factors_of_values, factors.detach()
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from multihead.errors import ModelError
-from multihead.interventions.followed import FollowedCall, follow_calls
+from multihead.interventions.ablate import scale_heads
+from multihead.interventions.heads import HeadKey
 from multihead.interventions.replay import Replay, repeat_batch
 from multihead.record.layer import LayerRecord
+from multihead.tensors.undo import Undo
 
 BatchInputs = Mapping[str, Tensor]
 
@@ -60,47 +62,23 @@ def sweep_layers(
         ModelError: a layer was not reached.
     """
     for layer in layers:
+        name, _, call = layer.name.partition("#")
+        attention = replay.model.get_submodule(name)
         found: list[Tensor] = []
         seconds = floor = 0.0
         for heads in torch.arange(layer.num_heads).split(most_copies):
-            begun = perf_counter()
-            without = _OneHeadOffPerCopy(layer.name, heads)
+            begun, copies, rows = perf_counter(), len(heads), len(next(iter(batch.values())))
+            one_off = 1 - functional.one_hot(heads, layer.num_heads).float()  # (copies, heads)
+            ended_calls: list[float] = []
             first = replay.block_of(layer.name) if replay.is_exact else 0
             with (
                 torch.no_grad(),
-                follow_calls(replay.model, without.change),
-                replay.start_at_block(first, len(heads)),
+                Undo() as undo,
+                scale_heads(replay.model, {HeadKey(layer.name, None): one_off.repeat_interleave(rows, 0)}),
+                replay.start_at_block(first, copies),
             ):
-                found.append(measure(repeat_batch(dict(batch), len(heads)), len(heads)))
-            if without.time_of_attention is None:
-                raise ModelError(
-                    f"L{layer.number} was not reached.", "Run the same model on the same kind of inputs as before."
-                )
+                undo.hook_after_forward(attention, lambda *_: ended_calls.append(perf_counter()))  # noqa: B023
+                found.append(measure(repeat_batch(dict(batch), copies), copies))
             ended = perf_counter()
-            seconds, floor = seconds + ended - begun, floor + ended - without.time_of_attention
+            seconds, floor = seconds + ended - begun, floor + ended - ended_calls[int(call or 1) - 1]
         yield LayerSweep(layer.number, torch.cat(found), seconds, floor)
-
-
-@dataclass(eq=False)
-class _OneHeadOffPerCopy:
-    """A change that switches off one head of a layer in each copy of a batch, another head in each copy.
-
-    Attributes:
-        layer: name of the layer.
-        heads: (copies,) int64, the head of each copy.
-        time_of_attention: time in seconds at which the layer's attention ran (`perf_counter`); None if it did not run.
-    """
-
-    layer: str
-    heads: Tensor
-    time_of_attention: float | None = None
-
-    def change(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Change the output of a call, (copies * rows, heads, queries, value_dim), see `HeadChange.change_output`."""
-        if call.layer_name != self.layer:
-            return output, None
-        self.time_of_attention = perf_counter()
-        rows = torch.arange(len(output), device=output.device)
-        heads = self.heads.to(output.device).repeat_interleave(len(output) // len(self.heads))
-        factors = output.new_ones(output.shape[:2]).index_put((rows, heads), output.new_zeros(()))
-        return output.masked_fill((factors == 0)[:, :, None, None], 0), factors[:, :, None]
