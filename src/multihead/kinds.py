@@ -489,7 +489,7 @@ KINDS: tuple[Kind, ...] = (
         },
         noun={"en": "a one-way head", "zh": "单一方向头"},
         glyph="M0 5h8v-3l4 4-4 4v-3h-8z",
-        colour=("#C8501E", "#FF8A57"),
+        colour=("#5E7A1E", "#A9C95C"),
     ),
     Kind(
         "neighbours",

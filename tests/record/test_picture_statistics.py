@@ -10,6 +10,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import multihead as mh
+from multihead.record.texts import group_of_keys
 from tests.picture_families import LANGUAGE_MODELS, random_pictures
 
 SIDE = 6
@@ -93,5 +94,28 @@ def test_layers_with_words_and_pictures_compare_no_positions_in_a_text() -> None
     for layer in (seen.layers[0], seen.layers[-1]):
         measured = layer.means()
         assert not measured.keys() & {"previous_mass", "next_mass", "near_mass", "mean_distance", "distance_spread"}
-        assert measured.keys() >= {"self_mass", "patch_distance", "neighbour_mass", "one_way_mass"}
+        assert measured.keys() >= {"self_mass", "patch_distance", "neighbour_mass", "one_way_mass", "picture_mass"}
+    assert seen.layers[0].means().keys() >= {"class_mass"}
+    read = seen.layers[-1].sample()
+    groups, weights = group_of_keys(read.text), read.weights().double()
+    for number, name in ((0, "picture_mass"), (2, "words_mass")):
+        expected = weights[:, :, groups == number].sum(-1)
+        assert torch.allclose(read.statistics[name].double(), expected, rtol=0, atol=1e-6)
+    assert "class_mass" not in read.statistics
     assert len(seen.table().rows) == 20
+
+
+def test_statistics_of_pictures_are_asked_for_by_name() -> None:
+    model = hf.ViTModel(
+        hf.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+    )
+    with torch.no_grad(), mh.observe(model.eval(), probes=("entropy", "patch_distance")) as seen:
+        model(pixel_values=torch.rand(1, 3, 8, 8))
+    assert seen.layers[0].means().keys() == {"entropy", "patch_distance"}
+    for keep in ("statistics", "summary"):
+        with pytest.raises(mh.errors.ProbeError) as caught, mh.observe(model, probes="patch_distance", keep=keep):
+            pass
+        assert str(caught.value) == (
+            f'patch_distance is computed from q and k, which keep="{keep}" does not keep. Leave it out, or give '
+            'keep="cpu".'
+        )

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import eager_mask
 
 import multihead as mh
-from multihead.record.pictures import group_of_keys, keys_of_view, read_by_query
+from multihead.record.pictures import keys_of_view, read_by_query
+from multihead.record.texts import group_of_keys
 from tests.picture_families import LANGUAGE_MODELS, PICTURE_TOKEN, random_pictures
 
 mpl.use("agg")

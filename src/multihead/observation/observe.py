@@ -23,7 +23,7 @@ from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.picture_calls import PictureCalls
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
-from multihead.probes.catalogue import DEFAULT, PROBES, reject_unknown_set
+from multihead.probes.catalogue import DEFAULT, PICTURE_STATISTICS, PROBES, reject_unknown_set
 from multihead.probes.context import MAP_SIZE, PoolOperation
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
@@ -65,7 +65,8 @@ def observe(
             with the kinds of the heads, so that a loop over any number of batches takes constant memory.
         probes: the statistics, by name or as values such as `probes.offset_mass(-5)`; None takes the ones that cost
             next to nothing, `multihead.probes.DEFAULT`. A probe is skipped for calls that lack an input of the probe:
-            token ids, special tokens, an output projection or learned sinks.
+            token ids, special tokens, an output projection or learned sinks. Those of pictures, such as
+            "patch_distance", need q and k.
         special_ids: the token ids that `special_mass` counts, such as the ids of [CLS] and [SEP]; by default the
             special ids of the tokenizer, if there is one.
         tokenizer: a Hugging Face tokenizer that names the tokens of the texts, see `Record.name_tokens`.
@@ -142,6 +143,7 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
     record = Record(title=type(root).__name__)
     kinds = check_kinds(kinds, KINDS)
     record.add_kinds(*kinds)
+    probes, of_pictures = _divide_probes(probes, keep)
     asked = DEFAULT if probes is None else resolve_probes(probes)
     chosen = resolve_probes((*asked, *probes_of(kinds)))
     # What keys receive in several calls is added before a statistic is computed from it.
@@ -168,7 +170,13 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
             return RunningSummary(num_heads, keeps_quantiles=keeps_quantiles)
 
         recorder = Recorder(record, inputs, layer_filter, keep, measuring, keeps_chance, new_summary)
-        pictures = PictureCalls(record.layers, options.processor, options.images, compares_texts=options.compares_texts)
+        pictures = PictureCalls(
+            record.layers,
+            options.processor,
+            options.images,
+            compares_texts=options.compares_texts,
+            statistics=of_pictures if options.compares_texts else None,
+        )
         follows = options.names_pictures and keep != "summary"
         with listen(recorder), pictures.follow(root, lambda: inputs.is_recording) if follows else nullcontext():
             yield record
@@ -195,6 +203,27 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
             "nn.MultiheadAttention a layer that is recorded.",
             stacklevel=5,
         )
+
+
+def _divide_probes(
+    probes: ProbeOrName | Sequence[ProbeOrName] | None, keep: object
+) -> tuple[ProbeOrName | Sequence[ProbeOrName] | None, frozenset[str]]:
+    """Divide what is measured into probes of calls, and the names of statistics of pictures.
+
+    Raises:
+        ProbeError: a statistic of pictures is asked for, and q and k are not kept.
+    """
+    known = {each.name for each in PICTURE_STATISTICS}
+    items = [probes] if isinstance(probes, (str, Probe)) else probes
+    if not isinstance(items, Sequence):
+        return probes, frozenset()
+    named = frozenset(each for each in items if isinstance(each, str) and each in known)
+    if named and keep in ("statistics", "summary"):
+        raise ProbeError(
+            f'{min(named)} is computed from q and k, which keep="{keep}" does not keep.',
+            'Leave it out, or give keep="cpu".',
+        )
+    return [each for each in items if each not in named] if named else probes, named
 
 
 def _check_options(keep: object, map_size: object, map_pool: object, probes: Sequence[Probe]) -> None:

@@ -6,7 +6,7 @@ import inspect
 import warnings
 import weakref
 from _thread import LockType
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -124,12 +124,14 @@ class PictureCalls:
         processor: the processor of the model, or None.
         images: the pictures of all calls; None: those with which the processor is called.
         compares_texts: whether statistics of positions in a text are kept in pictures too, because they were asked for.
+        statistics: names of the statistics of pictures that are measured; None: all.
     """
 
     layers: list[LayerRecord]
     processor: Any = None
     images: Any = None
     compares_texts: bool = False
+    statistics: Set[str] | None = None
     _distinct: list[_PictureCall] = field(default_factory=list)  # calls that have different places
     _calls: list[tuple[_PictureCall, _PictureCall]] = field(default_factory=list)  # all calls, each with the like one
     _open: list[_PictureCall] = field(default_factory=list)  # the calls that run, the outermost first
@@ -261,6 +263,7 @@ class PictureCalls:
     def _name_samples(self, call: _PictureCall, like: _PictureCall, end: Mapping[str, int]) -> None:
         """Name the tokens of the samples of a call; `end` is how many samples each layer had before the next one."""
         tokens = _TokensOfCall(like, call.pictures)
+        change = partial(change_statistics, compares_texts=self.compares_texts, names=self.statistics)
         for layer in self.layers:
             first = call.before.get(layer.name, 0)
             # What is read while `generate` runs becomes samples when it has ended.
@@ -271,7 +274,7 @@ class PictureCalls:
             lengths = tuple(sample.num_keys for sample in samples)
             for number, sample in enumerate(samples):
                 sample.growing_key_text.find_pictures = partial(tokens.of_sample, layer.name, lengths, number)
-                sample.measure_later(partial(change_statistics, compares_texts=self.compares_texts))
+                sample.measure_later(change)
 
 
 @dataclass(eq=False)

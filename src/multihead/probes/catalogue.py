@@ -273,8 +273,12 @@ PATCH_DISTANCE = Statistic(
 )
 NEIGHBOUR_MASS = Statistic("neighbour_mass", label="neighbours", number_format=SHARE_FORMAT, counted="placed")
 ONE_WAY_MASS = Statistic("one_way_mass", label="one way", number_format=SHARE_FORMAT, counted="placed")
-PICTURE_STATISTICS = (PATCH_DISTANCE, NEIGHBOUR_MASS, ONE_WAY_MASS)
-"""Statistics of layers whose keys have places in pictures, see `record/picture_statistics.py`."""
+PICTURE_MASS = Statistic("picture_mass", label="picture", number_format=SHARE_FORMAT)
+CLASS_MASS = Statistic("class_mass", label="class, registers", number_format=SHARE_FORMAT, short_label="class")
+WORDS_MASS = Statistic("words_mass", label="words", number_format=SHARE_FORMAT)
+PICTURE_STATISTICS = (PATCH_DISTANCE, NEIGHBOUR_MASS, ONE_WAY_MASS, PICTURE_MASS, CLASS_MASS, WORDS_MASS)
+"""Statistics of layers whose keys have places in pictures, see `record/picture_statistics.py`. They are no probes of a
+call, because places are measured after the model has run; `observe(probes=...)` takes them by name."""
 
 _STATISTICS_BY_NAME: dict[str, Statistic] = {
     **PROBES,

@@ -6,19 +6,30 @@ after the model has run. A distance counts patches, between the centres of two t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from multihead.kernels.parts import part_named
-from multihead.probes.catalogue import NEIGHBOUR_MASS, ONE_WAY_MASS, PATCH_DISTANCE, PROBES, SELF_MASS
+from multihead.probes.catalogue import (
+    CLASS_MASS,
+    NEIGHBOUR_MASS,
+    ONE_WAY_MASS,
+    PATCH_DISTANCE,
+    PICTURE_MASS,
+    PROBES,
+    SELF_MASS,
+    WORDS_MASS,
+)
 from multihead.probes.context import ProbeContext
 from multihead.probes.lookups import weight_at_keys
 from multihead.probes.measured_call import MeasuredCall
 from multihead.record.sample import ChangedStatistics, SampleRecord
+from multihead.record.texts import group_of_keys
 
+_MASS_OF_GROUP = (PICTURE_MASS, CLASS_MASS, WORDS_MASS)  # in the order of `PICTURE_GROUPS`
 _CELLS_AT_ONCE = 1 << 22  # bounds the memory of weights
 _NO_VIEW = -1
 
@@ -31,11 +42,13 @@ class _PictureGrid:
         view: (keys,) int64, number of the view of each key; -1 without a cell.
         cell: (keys, 2) int64, row and column.
         start: the key of the first query.
+        groups: (keys,) int64, the group of each key, see `group_of_keys`.
     """
 
     view: Tensor
     cell: Tensor
     start: int
+    groups: Tensor
 
     def of_queries(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the steps from some queries to the keys, (rows, keys, 2) int64, and which are of the same view."""
@@ -45,19 +58,24 @@ class _PictureGrid:
         return steps, same
 
 
-def change_statistics(sample: SampleRecord, *, compares_texts: bool) -> ChangedStatistics:
+def change_statistics(
+    sample: SampleRecord, *, compares_texts: bool, names: Set[str] | None = None
+) -> ChangedStatistics:
     """Return how the statistics of a sample change if its tokens have places in pictures.
 
     Args:
         sample: the sample.
         compares_texts: whether it keeps statistics that compare positions in a text.
+        names: the statistics of pictures that are added; None adds all.
     """
     boxes = sample.text.boxes
     if boxes is None or not boxes.has_places or sample.split is not None:
         return ChangedStatistics({}, frozenset())
     of_text = {name for name, probe in PROBES.items() if any(part_named(each).uses_positions for each in probe.parts)}
+    wanted = sample.keeps_weights and (names is None or len(names) > 0)
+    measured = measure_in_picture(sample) if wanted else {}
     return ChangedStatistics(
-        measure_in_picture(sample) if sample.keeps_weights else {},
+        {name: values for name, values in measured.items() if names is None or name in names},
         frozenset() if compares_texts else of_text - {SELF_MASS.name},
     )
 
@@ -95,7 +113,7 @@ def _grid_of(sample: SampleRecord) -> _PictureGrid | None:
         return None
     view = torch.stack([boxes.picture, boxes.view], 1).unique(dim=0, return_inverse=True)[1]
     view = view.masked_fill(boxes.cell[:, 0] < 0, _NO_VIEW)
-    return _PictureGrid(view, boxes.cell[:, :2], sample.query_start)
+    return _PictureGrid(view, boxes.cell[:, :2], sample.query_start, group_of_keys(sample.text))
 
 
 def _measure(
@@ -112,7 +130,9 @@ def _measure(
     Returns:
         name -> (heads, queries) float64; and rows and columns of the steps, (heads, 2) int64.
     """
-    distances, neighbours = [], []
+    distances, neighbours, groups = [], [], []
+    share_of = {probe.name: (grid.groups == number) for number, probe in enumerate(_MASS_OF_GROUP)}
+    members = torch.stack([*share_of.values()], 1).double()  # (keys, groups)
     reach = grid.cell.amax(0).clamp(min=0) + 1
     width = 2 * int(reach[1]) + 1
     counts: Tensor | None = None
@@ -124,6 +144,7 @@ def _measure(
         length = steps.double().square().sum(-1).sqrt()
         distances.append((of_view * length).sum(-1) / torch.where(total > 0, total, 1.0))
         neighbours.append((of_view * (steps.abs().amax(-1) <= 1)).sum(-1))
+        groups.append(weights @ members)
         if counts_offsets:
             index = ((steps[..., 0] + reach[0]) * width + steps[..., 1] + reach[1]).clamp(min=0)
             counts = weights.new_zeros(len(weights), (2 * int(reach[0]) + 1) * width) if counts is None else counts
@@ -133,9 +154,11 @@ def _measure(
         counts[:, int(reach[0]) * width + int(reach[1])] = 0  # a head that reads itself has a kind of its own
         best = counts.argmax(1)
         offsets = torch.stack([best // width - reach[0], best % width - reach[1]], 1)
+    shares = torch.cat(groups, 1).unbind(-1)
     return {
         PATCH_DISTANCE.name: torch.cat(distances, -1),
         NEIGHBOUR_MASS.name: torch.cat(neighbours, -1),
+        **{name: share for (name, own), share in zip(share_of.items(), shares, strict=True) if bool(own.any())},
     }, offsets
 
 

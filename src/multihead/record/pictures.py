@@ -11,18 +11,14 @@ from torch import Tensor
 from multihead.errors import ArgumentError, ProbeError
 from multihead.locale.escaping import escape_controls
 from multihead.record.layer import LayerRecord
-from multihead.record.places import NO_PICTURE, PlaceTable
+from multihead.record.places import PlaceTable
 from multihead.record.plots import import_pyplot, report_colormap
 from multihead.record.sample import SampleRecord
-from multihead.record.texts import Text
+from multihead.record.texts import PICTURE_GROUPS, group_of_keys
 
 _CELLS_AT_ONCE = 1 << 22  # bounds the memory of weights, however many queries are added up
 _LOWEST_SHOWN, _HIGHEST_SHOWN = 0.1, 100  # times an even spread
 _QUERY_COLOUR = "#E0218A"
-
-PICTURE_GROUPS = ("picture", "class", "words")
-"""The groups of the keys of a text with pictures: parts of pictures, the model's own tokens such as a class token and
-registers, and words."""
 
 
 class QueryReading(NamedTuple):
@@ -57,13 +53,6 @@ def read_by_query(layer: LayerRecord, query: int | str, *, sample: int = 0) -> Q
     times = weights * one.visible(queries=row).sum(-1).amax()
     shares = weights.new_zeros(len(weights), len(PICTURE_GROUPS), dtype=torch.float64)
     return QueryReading(index, times, times.mean(0), shares.index_add_(1, groups, weights.double()))
-
-
-def group_of_keys(text: Text) -> Tensor:
-    """Return the group of each key of a text with places, (keys,) int64: an index in `PICTURE_GROUPS`."""
-    assert text.boxes is not None
-    outside = text.boxes.picture == NO_PICTURE
-    return outside.long() * PICTURE_GROUPS.index("class" if text.ids is None else "words")
 
 
 def keys_of_view(boxes: PlaceTable, picture: int, view: int) -> Tensor:

@@ -19,6 +19,10 @@ from multihead.record.table import number_with_noun
 
 __all__ = ["Text"]
 
+PICTURE_GROUPS = ("picture", "class", "words")
+"""The groups of the keys of a text with pictures: parts of pictures, the model's own tokens such as a class token and
+registers, and words."""
+
 
 @dataclass(frozen=True, eq=False)
 class Text:
@@ -70,6 +74,13 @@ class Text:
             boxes=None if self.boxes is None else self.boxes.select(torch.tensor(positions, dtype=torch.int64)),
             pictures=self.pictures,
         )
+
+
+def group_of_keys(text: Text) -> Tensor:
+    """Return the group of each key of a text with places, (keys,) int64: an index in `PICTURE_GROUPS`."""
+    assert text.boxes is not None
+    outside = text.boxes.picture == NO_PICTURE
+    return outside.long() * PICTURE_GROUPS.index("class" if text.ids is None else "words")
 
 
 @dataclass(eq=False)
