@@ -19,7 +19,7 @@ os.environ.pop("LINES", None)
 # Read once, when torch is imported: an OpenMP thread that waits does not spin on a core that another process needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,27 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.set_threshold(10_000)  # a twentieth of all time was spent in collections of 700 objects
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Have a process of pytest-xdist send one message per test that passes.
+
+    It sends five, each of which costs both processes a thread that wakes up: half a minute over all tests. A test that
+    fails, is skipped, or whose fixture fails is reported as ever.
+    """
+    for worker in config.pluginmanager.get_plugins():
+        if type(worker).__name__ != "WorkerInteractor":
+            continue
+        send: Callable[..., None] = worker.sendevent
+
+        def send_what_is_needed(name: str, send: Callable[..., None] = send, **event: Any) -> None:
+            report = event.get("data") if name == "testreport" else None
+            passed = isinstance(report, dict) and report["outcome"] == "passed" and report["when"] != "call"
+            if name not in ("logstart", "logfinish") and not passed:
+                send(name, **event)
+
+        worker.sendevent = send_what_is_needed
 
 
 # Tests whose processes fork from one that has imported what they need: it takes ten seconds of a core to start it and
