@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import multihead as mh
 from multihead.compat import torch_nn
@@ -114,15 +115,20 @@ def test_compiled_models_run_eagerly_inside_and_compiled_again_after() -> None:
 
 
 def test_a_compiled_hugging_face_model_runs_eagerly_inside() -> None:
-    model, inputs = of_one_layer(family("llama")), batch_of("llama")
+    """Before and after it is one graph: neither the heads that are off nor what `mh.use` checks is in it."""
+    model, inputs = of_one_layer(family("llama")), batch_of("llama", padding="right")
+    kept, counter = inputs["attention_mask"].bool(), CompileCounter()
     with mh.use(model):
+        whole = logits(model, inputs)
         with mh.ablate(model, "L0 H1"):
             expected = logits(model, inputs)
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
         before = logits(compiled, inputs)
+        torch.testing.assert_close(before[kept], whole[kept], atol=5e-5, rtol=5e-5)
         with mh.ablate(compiled, "L0 H1"):
             assert torch.equal(logits(compiled, inputs), expected)
         assert torch.equal(logits(compiled, inputs), before)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")

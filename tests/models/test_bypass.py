@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead.errors import ModelError
-from tests.families import LENGTH, batch_of, family, of_one_layer
+from tests.families import LENGTH, batch_of, family
 from tests.watched import eager
 from tools.families.detours import detour
 
@@ -97,24 +97,7 @@ def test_a_model_in_use_can_be_copied_and_pickled() -> None:
 
 
 class TestCompiled:
-    """Nothing of it is in a compiled graph, and calls in a graph raise no false alarm."""
-
-    def test_a_model_is_one_graph_and_stays_one(self) -> None:
-        torch._dynamo.reset()
-        model, batch = of_one_layer(family("llama")), batch_of("llama", padding="right")
-        graphs: list[Any] = []
-
-        def backend(graph: Any, _: Any) -> Any:
-            graphs.append(graph)
-            return graph.forward
-
-        with torch.no_grad(), mh.use(model):
-            expected = model(**batch)[0]
-            compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
-            output = compiled(**batch)[0]
-        kept = batch["attention_mask"].bool()
-        torch.testing.assert_close(output[kept], expected[kept], atol=5e-5, rtol=5e-5)
-        assert len(graphs) == 1
+    """Calls in a graph raise no false alarm. tests/interventions/test_contexts.py compiles a whole model."""
 
     @pytest.mark.parametrize("part", ["self_attn", "layer", "forward of self_attn"])
     def test_a_layer_that_is_compiled_alone_is_accepted(self, part: str) -> None:
