@@ -105,6 +105,19 @@ interface ElementsById {
   othertitle: HTMLElementTagNameMap['h2'];
   over: HTMLElementTagNameMap['section'];
   pick: HTMLElementTagNameMap['span'];
+  placebar: HTMLElementTagNameMap['div'];
+  placechips: HTMLElementTagNameMap['div'];
+  placechoice: HTMLElementTagNameMap['div'];
+  placed: HTMLElementTagNameMap['canvas'];
+  placeheads: HTMLElementTagNameMap['div'];
+  placenote: HTMLElementTagNameMap['p'];
+  placeread: HTMLElementTagNameMap['p'];
+  places: HTMLElementTagNameMap['section'];
+  placesave: HTMLElementTagNameMap['button'];
+  placescale: HTMLElementTagNameMap['div'];
+  placeshares: HTMLElementTagNameMap['p'];
+  placetitle: HTMLElementTagNameMap['h2'];
+  placewords: HTMLElementTagNameMap['p'];
   play: HTMLElementTagNameMap['button'];
   queries: HTMLElementTagNameMap['div'];
   querytext: HTMLElementTagNameMap['p'];
@@ -249,6 +262,41 @@ interface FindingDescription {
   over_texts: OverTextsDescription | null;
 }
 
+/** A picture: its grey copy as an address of a PNG file, "" if it is unknown, and its size in its own pixels. */
+interface GreyPicture {
+  source: string;
+  width: number;
+  height: number;
+}
+
+/** A view of a picture: its keys, and left, top, right and bottom of each, one after the other.
+
+    `image` is the index of the picture among those of the text; `rows` is 0 where the keys form no grid.
+     */
+interface PictureView {
+  picture: number;
+  view: number;
+  image: number;
+  rows: number;
+  columns: number;
+  keys: number[];
+  boxes: number[];
+}
+
+/** A text whose keys have places in pictures, see `describe_pictures`; `stored` in a file alone.
+
+    `text` is its index among the texts, `groups` the group of each key (0: picture, 1: class token and registers, 2:
+    prompt, 3: answer), `opening` the one to show at first, `stored` the keys whose rows of weights the file has.
+     */
+interface PictureText {
+  text: number;
+  layers: number[];
+  views: PictureView[];
+  groups: number[];
+  opening: number;
+  stored?: number[];
+}
+
 /** One text of a record, see `describe_sample`; `stored` and `precision` in a report alone. */
 interface SampleDescription {
   lead: string;
@@ -267,6 +315,8 @@ interface SampleDescription {
   findings: FindingDescription[];
   full: (number | null)[];
   legend: KindDescription[];
+  images: GreyPicture[];
+  pictures: PictureText[];
   stored?: string;
   precision?: string;
 }

@@ -26,6 +26,7 @@ from tests.browser.records import (
     translating,
     whole,
 )
+from tests.picture_records import encoder, generated
 from tests.viewer.serving import TOKEN, serving
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
         "encoder decoder": encoder_decoder,
         "repeated": repeated,
         "several": several,
+        "encoder": encoder,
+        "generated": generated,
     }
     with ExitStack() as servers:
         kept: dict[tuple[str, ...], str] = {}

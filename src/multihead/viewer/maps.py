@@ -67,11 +67,16 @@ def encode_all_weights(sample: SampleRecord, head: int, *, bits: int, rounding: 
     codes = torch.empty(sample.num_queries, sample.num_keys, dtype=torch.int32)
     for block in query_blocks(sample.num_queries, sample.num_keys):
         codes[block] = encode_weights(visible_weights(sample, head, queries=block), bits=bits, rounding=rounding)
+    return pack_codes(codes, bits, strategy=zlib.Z_RLE)
+
+
+def pack_codes(codes: Tensor, bits: int, *, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> str:
+    """Encode codes of 16 or 12 bits as base64: two planes of bytes, or one and a plane of half bytes, deflated."""
     flat = codes.flatten()
     if bits == 16:
-        return compress_planes(flat >> 8, flat & 255, strategy=zlib.Z_RLE)
+        return compress_planes(flat >> 8, flat & 255, strategy=strategy)
     low = torch.nn.functional.pad(flat & 15, (0, flat.numel() % 2))
-    return compress_planes(flat >> 4, (low[0::2] << 4) | low[1::2], strategy=zlib.Z_RLE)
+    return compress_planes(flat >> 4, (low[0::2] << 4) | low[1::2], strategy=strategy)
 
 
 def encode_largest_weights(
@@ -145,8 +150,7 @@ def _compress_codes_and_steps(codes: Tensor, steps: Tensor, keys: int, bits: int
 
 def pack_maps(maps: Tensor, rounding: LargestRoundingError) -> str:
     """Encode small maps (heads, rows, columns) as base64: two planes of 16-bit codes, deflated."""
-    codes = encode_weights(maps, bits=16, rounding=rounding).flatten()
-    return compress_planes(codes >> 8, codes & 255)
+    return pack_codes(encode_weights(maps, bits=16, rounding=rounding), 16)
 
 
 def pack_margins(values: Tensor, top: float) -> str:

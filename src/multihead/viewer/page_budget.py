@@ -16,8 +16,9 @@ from multihead.probes.catalogue import POOLED_MAP
 from multihead.probes.choices import MARGINS_OF_MAP
 from multihead.viewer import maps
 from multihead.viewer.offline import PackedArrays, PageFullError
-from multihead.viewer.page_types import LayerDescription
+from multihead.viewer.page_types import LayerDescription, PictureText
 from multihead.viewer.payload import MAX_UNPOOLED_SIZE, margin_of_map
+from multihead.viewer.pictures import add_rows
 
 if TYPE_CHECKING:
     from multihead.observation.record import Record
@@ -61,6 +62,7 @@ class StoredMaps:
         weights_per_cell: per layer, the rows and columns of weights per cell of its pooled maps; None for a layer
             without stored pooled maps.
         map_size: rows and columns of the largest pooled map.
+        rows_in_pictures: index of a text with pictures -> the queries whose rows are stored; not in mode "whole".
     """
 
     mode: str = "none"
@@ -72,6 +74,7 @@ class StoredMaps:
     place: int = 0
     weights_per_cell: list[tuple[int, int] | None] = field(default_factory=list)
     map_size: tuple[int, int] = (0, 0)
+    rows_in_pictures: dict[int, list[int]] = field(default_factory=dict)
 
     def limit_layer_to_stored_maps(self, index: int, layer: LayerDescription) -> LayerDescription:
         """Return the description of a layer for the page's script, reduced to the maps that the page stores."""
@@ -90,9 +93,17 @@ class StoredMaps:
 
 
 def encode_maps_of_texts(
-    record: Record, samples: Sequence[int], *, room: int, progress: Progress | None = None
+    record: Record,
+    samples: Sequence[int],
+    *,
+    room: int,
+    progress: Progress | None = None,
+    pictures: Sequence[Sequence[PictureText]] = (),
 ) -> list[StoredMaps]:
-    """Encode as much of the maps of texts as fits into `room` bytes: an equal share each, and what others leave."""
+    """Encode as much of the maps of texts as fits into `room` bytes: an equal share each, and what others leave.
+
+    `pictures` describes the texts with pictures of each of the `samples`.
+    """
     sizes = [_count_weights(_samples_of_layers(record, sample)) for sample in samples]
     heads = sum(layer.num_heads for layer in record.layers)
     found: dict[int, StoredMaps] = {}
@@ -103,19 +114,33 @@ def encode_maps_of_texts(
                 progress(before + heads_done, heads * len(samples))
 
         share = room // (len(samples) - done)
-        found[place] = encode_fitting_maps(record, sample=samples[place], place=place, room=share, progress=report)
+        found[place] = encode_fitting_maps(
+            record,
+            sample=samples[place],
+            place=place,
+            room=share,
+            progress=report,
+            pictures=pictures[place] if pictures else (),
+        )
         room -= int(found[place].arrays.num_bytes)
     return [found[place] for place in range(len(samples))]
 
 
 def encode_fitting_maps(
-    record: Record, *, sample: int, room: int, place: int = 0, progress: Progress | None = None
+    record: Record,
+    *,
+    sample: int,
+    room: int,
+    place: int = 0,
+    progress: Progress | None = None,
+    pictures: Sequence[PictureText] = (),
 ) -> StoredMaps:
     """Encode as much of the maps of a text as fits into `room` bytes, layer by layer and head by head.
 
     First choice: every weight in 16 bits, then in 12. If neither fits: pooled maps of 64 x 64 (or 32, 16, 8), and in
     the remaining bytes each query's largest weights, with 16 bits or, if these are few, with 8 bits each; for a long
-    text with more than `MAX_READ_WEIGHTS` weights, only the single largest weight per query, from the statistics.
+    text with more than `MAX_READ_WEIGHTS` weights, only the single largest weight per query, from the statistics. Of a
+    text with pictures, the rows of some queries come before the largest weights.
     """
     samples = _samples_of_layers(record, sample)
     has_weights = all(one.keeps_weights for one in samples.values())
@@ -127,7 +152,9 @@ def encode_fitting_maps(
                 return _encode_whole_maps(samples, bits, PackedArrays(room), place, report)
     for map_size in (MAX_BLOCKS_PER_SIDE, 32, 16, 8):
         with suppress(PageFullError):
-            return _encode_pooled_maps(samples, map_size, PackedArrays(room), place, report, has_weights=has_weights)
+            return _encode_pooled_maps(
+                samples, map_size, PackedArrays(room), place, report, pictures, has_weights=has_weights
+            )
     return StoredMaps(why_incomplete="room", place=place)
 
 
@@ -158,7 +185,14 @@ def _encode_whole_maps(
 
 
 def _encode_pooled_maps(
-    samples: _SampleOfLayer, map_size: int, arrays: PackedArrays, place: int, report: Progress, *, has_weights: bool
+    samples: _SampleOfLayer,
+    map_size: int,
+    arrays: PackedArrays,
+    place: int,
+    report: Progress,
+    pictures: Sequence[PictureText],
+    *,
+    has_weights: bool,
 ) -> StoredMaps:
     rounding = maps.LargestRoundingError()
     found = {number: _pooled_maps_of_layer(one, map_size) for number, one in samples.items()}
@@ -174,6 +208,9 @@ def _encode_pooled_maps(
         with arrays.adding_all_or_none() as margins:
             for number, one in samples.items():
                 _add_margins(margins, place, number, one)
+        for index, part in enumerate(pictures):
+            ones = [samples[number] for number in part["layers"]]
+            store.rows_in_pictures[index] = add_rows(arrays, ones, part, f"0/{place} pictures {index}")
         if has_weights:
             _add_largest_weights(samples, store, rounding, report)
     store.largest_rounding_error = rounding.largest

@@ -105,6 +105,44 @@ class FindingDescription(TypedDict):
     over_texts: OverTextsDescription | None
 
 
+class GreyPicture(TypedDict):
+    """A picture: its grey copy as an address of a PNG file, "" if it is unknown, and its size in its own pixels."""
+
+    source: str
+    width: float
+    height: float
+
+
+class PictureView(TypedDict):
+    """A view of a picture: its keys, and left, top, right and bottom of each, one after the other.
+
+    `image` is the index of the picture among those of the text; `rows` is 0 where the keys form no grid.
+    """
+
+    picture: int
+    view: int
+    image: int
+    rows: int
+    columns: int
+    keys: list[int]
+    boxes: list[float]
+
+
+class PictureText(TypedDict):
+    """A text whose keys have places in pictures, see `describe_pictures`; `stored` in a file alone.
+
+    `text` is its index among the texts, `groups` the group of each key (0: picture, 1: class token and registers, 2:
+    prompt, 3: answer), `opening` the one to show at first, `stored` the keys whose rows of weights the file has.
+    """
+
+    text: int
+    layers: list[int]
+    views: list[PictureView]
+    groups: list[int]
+    opening: int
+    stored: NotRequired[list[int]]
+
+
 class SampleDescription(TypedDict):
     """One text of a record, see `describe_sample`; `stored` and `precision` in a report alone."""
 
@@ -124,6 +162,8 @@ class SampleDescription(TypedDict):
     findings: list[FindingDescription]
     full: Numbers
     legend: list[KindDescription]
+    images: list[GreyPicture]
+    pictures: list[PictureText]
     stored: NotRequired[str]
     precision: NotRequired[str]
 

@@ -45,6 +45,7 @@ from multihead.viewer.page_types import (
     TokenLayout,
     ViewDescription,
 )
+from multihead.viewer.pictures import describe_pictures
 from multihead.viewer.tiles import IsCancelled, raise_if_cancelled, visible_weights
 from multihead.viewer.tokens import SPECIAL_FLAG, layout_of_tokens
 
@@ -235,6 +236,7 @@ def describe_sample(
     unrecorded = columns_not_recorded(names, lang)
     shown_names = without_repeated_special_tokens(names, profiles)
     columns = [describe_column(record.statistic(name), lang) for name in shown_names]
+    images, pictures = describe_pictures(record, layers, sample)
     separator = _sole_special_token(main.tokens, main.special)
     for one in columns:
         if one["id"] == SEPARATOR_MASS.name and separator:
@@ -265,6 +267,8 @@ def describe_sample(
         # The largest possible entropy of each head, nats; None where the class of the mask is unknown.
         full=round_all_for_json(torch.cat([one.visibility.largest_entropy for one in profiles])),
         legend=legend_of_kinds(record.all_kinds, profiles, lang),
+        images=images,
+        pictures=pictures,
     )
 
 

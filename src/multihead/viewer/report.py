@@ -192,7 +192,8 @@ def write_report(
             f"max_bytes is {max_bytes:,}, and this page needs {bare:,} bytes without any map.",
             "Increase max_bytes, or use a shorter text.",
         )
-    stores = encode_maps_of_texts(record, samples, room=max_bytes - bare, progress=progress)
+    pictures = [one["pictures"] for one in page.described]
+    stores = encode_maps_of_texts(record, samples, room=max_bytes - bare, progress=progress, pictures=pictures)
     content = page.render(stores)
     write_atomically(path, content)
     least = max(stores, key=lambda store: MODES.index(store.mode))
@@ -288,6 +289,10 @@ class _Page:
                 described
                 | {
                     "layers": layers,
+                    "pictures": [
+                        part if store.mode == "whole" else part | {"stored": store.rows_in_pictures.get(index, [])}
+                        for index, part in enumerate(described["pictures"])
+                    ],
                     "noMaps": "" if store.mode != "none" else described["noMaps"] or stored,
                     "stored": stored,
                     "precision": locale(

@@ -35,6 +35,7 @@ from multihead.viewer.payload import (
     table_rows_of_heads,
     weights_per_cell,
 )
+from multihead.viewer.pictures import rows_of_token
 from multihead.viewer.pyramid import LevelBuilder, SampleMapLevels, describe_building_progress
 from multihead.viewer.query_params import NotFoundError, NotReadyError, parse_flag, parse_number, parse_range
 from multihead.viewer.responses import download_response, floats_response, page_response
@@ -97,6 +98,7 @@ class Viewer(WebSite):
             Route(f"{sample}/table.{{form}}", self.send_table),
             Route(f"{sample}/changed/{{other}}", self.send_changed_heads),
             Route(f"{sample}/looking", self.send_looking_heads),
+            Route(f"{sample}/pictures/{{text}}", self.send_weights_in_pictures),
             Route(f"{sample}/share", self.send_shared_page),
             Route(f"{head}/tile", self.send_tile),
             Route(f"{head}/row", self.send_weights_of_query),
@@ -210,6 +212,19 @@ class Viewer(WebSite):
         queries = slice(query, query + 1)
         weights = await self.compute_in_thread(request, self.workers, lambda _: weights_of_queries(one, head, queries))
         return floats_response(weights[0])
+
+    async def send_weights_in_pictures(self, request: Request) -> Response:
+        """Return the weights of the query at a token, in all heads of the layers that read a text with pictures."""
+        run, sample = self._requested_sample(request)
+
+        def rows(is_cancelled: IsCancelled) -> Array:
+            parts = self._cached_description(run, sample)["pictures"]
+            part = parts[parse_number("text with pictures", request.path_params["text"], below=len(parts))]
+            token = parse_number("query", request.query_params.get("query"), below=len(part["groups"]))
+            ones = [self._find_layer(run, sample, str(number))[1] for number in part["layers"]]
+            return as_float32(rows_of_token(ones, token))
+
+        return floats_response(await self._cached_or_computed(request, rows))
 
     async def send_margin(self, request: Request) -> Response:
         """Return a statistic per key or per query, which is drawn at a margin of a head's map."""

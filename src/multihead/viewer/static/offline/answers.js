@@ -1,7 +1,7 @@
 // Answer the requests of the viewer's page from the data in its file, in place of a server.
 import { HELD } from './arrays.js';
 import { headsLookingAt, nearestHeads } from './comparisons.js';
-import { layerOf, marginOf, rowOf, smallMapsOf, tileOf } from './weights.js';
+import { layerOf, marginOf, rowOf, rowsInPicture, smallMapsOf, tileOf } from './weights.js';
 
 const answerInJson = (data, status = 200) =>
   new Response(JSON.stringify(data), { status, headers: { 'Content-Type': 'application/json' } });
@@ -24,6 +24,11 @@ async function answer(path, given) {
   const of = `${run}/${sample}`;
   const number = (name, otherwise) => Number(given.get(name) ?? otherwise);
   if (rest === 'looking') return answerInJson(await headsLookingAt(of, number('key', 0)));
+  const [, text] = /^pictures\/(\d+)$/.exec(rest) ?? [];
+  if (text) {
+    const rows = await rowsInPicture(of, Number(text), number('query', 0));
+    return rows ? answerInFloats(rows) : absent();
+  }
   const [, numberOfLayer] = /^layers\/(\d+)\/maps$/.exec(rest) ?? [];
   const [, l, h, what] = /^heads\/(\d+)\/(\d+)\/(.+)$/.exec(rest) ?? [];
   const layer = layerOf(of, numberOfLayer ?? l);

@@ -58,6 +58,33 @@ async function rowOfTiles(head, layer, query) {
 }
 
 /**
+ * The weights of the query at a token of a text with pictures, in all heads that read it, or as means over the heads of
+ * each layer [values, shape]; null if the file holds none of them.
+ * @param {string} of
+ * @param {number} text
+ * @param {number} token
+ */
+export async function rowsInPicture(of, text, token) {
+  const name = `${of} pictures ${text} ${token}`;
+  if (hasArray(name)) return [await decodeArray(name), HELD.arrays[name].shape];
+  const { layers, groups } = HELD.plain[sampleAt(of)].pictures[text];
+  const found = [];
+  for (const number of layers) {
+    const layer = layerOf(of, number);
+    for (let h = 0; h < layer.heads; h++) {
+      const row = hasArray(`${of}/${number}/${h}`)
+        ? await rowOf(`${of}/${number}/${h}`, layer, token - layer.queryStart)
+        : null;
+      if (!row) return null;
+      found.push(row);
+    }
+  }
+  const values = new Float32Array(found.length * groups.length);
+  for (const [n, row] of found.entries()) values.set(row, n * groups.length);
+  return [values, [found.length, groups.length]];
+}
+
+/**
  * The weights of all queries on a key.
  * @param {string} head
  * @param {LayerDescription} layer

@@ -31,10 +31,11 @@ export function showOpeningText(shown = record) {
   turn++;
   const [text, ...others] = record.texts;
   const { received } = record;
-  $('sink').hidden = !text || !received;
+  const shows = text && !record.pictures.length; // a text with pictures has a panel of its own
+  $('sink').hidden = !shows || !received;
   $('sink').setAttribute('aria-pressed', String(state.masked));
-  $('opening').hidden = !text;
-  if (!text) return;
+  $('opening').hidden = !shows;
+  if (!shows) return;
   const spans = layOut(text);
   const notes = received ? paintReceived(spans, text, received) : [translate('unpainted')];
   if (text.flags.some(flag => flag & UNKNOWN_FLAG)) notes.push(translate('unknown'));

@@ -28,6 +28,7 @@ import {
 import { onPrint } from './host.js';
 import { showOpeningText } from './opening.js';
 import { saveAddress, state, toHead } from './permalink.js';
+import { drawLegendOfPictures, fadePictures, kindsInPictures, showPictures } from './places.js';
 import { view } from './record.js';
 
 /** @import { Sample } from './record.js' */
@@ -81,6 +82,8 @@ export function showOverview(shown, openHead) {
     ),
   );
   showOpeningText(record);
+  drawLegendOfPictures();
+  showPictures(record);
   $('filter').value = state.filter;
   chips();
   drawGridOfHeads(record, passes, goTo);
@@ -202,15 +205,18 @@ function findings() {
 }
 
 function chips() {
-  kindChips($('chips'), record.allKinds, state.kind, kind => {
+  const choose = kind => {
     state.kind = kind;
     narrowed();
     chips();
-  });
+  };
+  kindChips($('chips'), record.allKinds, state.kind, choose);
+  if (record.pictures.length) kindChips($('placechips'), kindsInPictures(), state.kind, choose);
 }
 
 function narrowed() {
   fadeHeads(passes);
+  if (record.pictures.length) fadePictures(passes);
   statisticsTable();
   saveAddress();
 }

@@ -1,6 +1,6 @@
 // The state of the page, and the address that restores it: #a=L17H4&b=L16H0&v=ab&x=3400&y=3400&n=120&q=3440&c=log&s=0.
 // Also: r and t, the run and the text (sample); rb, the run of B; f, k and o, the filter, the kind and the order of the
-// table.
+// table; on the page of all heads p and q, the head, or the mean of a layer (L17), and the token of a picture's panel.
 import { remembered } from '../shared/remembered.js';
 import { markSaved, place } from './host.js';
 
@@ -14,6 +14,7 @@ export const state = {
   y: 0,
   n: 0,
   q: -1,
+  p: null,
   scale: '',
   usual: '',
   masked: false,
@@ -27,6 +28,7 @@ const headIn = text => {
   const found = /^L(\d+)H(\d+)$/.exec(text ?? '');
   return found && { l: +found[1], h: +found[2] };
 };
+const headOrMean = text => headIn(text) ?? (/^L\d+$/.test(text ?? '') ? { l: +text.slice(1), h: -1 } : null);
 const number = (text, otherwise) => (text !== null && text !== '' && Number.isFinite(+text) ? +text : otherwise);
 const name = ({ l, h }) => `L${l}H${h}`;
 
@@ -44,6 +46,7 @@ export function readAddress(hash) {
     y: number(given.get('y'), 0),
     n: number(given.get('n'), 0),
     q: Math.floor(number(given.get('q'), -1)),
+    p: headOrMean(given.get('p')),
     scale: ['linear', 'log', 'root'].find(name => name === given.get('c')) ?? '',
     masked: given.has('s') ? given.get('s') === '1' : remembered('without first'),
     filter: given.get('f') ?? '',
@@ -61,6 +64,7 @@ export function writeAddress(st = state) {
     if (st.filter) out.f = st.filter;
     if (st.kind) out.k = st.kind;
     if (st.order) out.o = st.order;
+    if (st.p) Object.assign(out, { p: st.p.h < 0 ? `L${st.p.l}` : name(st.p), q: st.q });
     if (st.scale !== st.usual) out.c = st.scale;
   } else {
     out.a = name(st.a);

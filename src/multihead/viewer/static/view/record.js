@@ -33,6 +33,8 @@ export class Sample extends HeadList {
     this.unrecorded = described.unrecorded;
     this.findings = described.findings;
     this.legend = legend;
+    this.images = described.images;
+    this.pictures = described.pictures;
     this.stored = described.stored; // of a file
     addLegend(legend);
     this.allKinds = kinds;

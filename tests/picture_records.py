@@ -1,0 +1,59 @@
+"""Small records of models that read pictures: an image encoder, and a language model that wrote an answer."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import transformers as hf
+
+import multihead as mh
+from multihead.observation.record import Record
+from multihead.record.texts import Text
+from tests.picture_families import LANGUAGE_MODELS, random_pictures
+
+_ANSWER = {40: "the", 41: "cat", 42: "sits"}
+
+
+@cache
+def encoder() -> Record:
+    """A ViT of three layers of two heads that reads 2 x 3 patches and a class token."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
+    model = hf.ViTModel(hf.ViTConfig(**sizes, image_size=(8, 12), patch_size=4, initializer_range=0.5)).eval()
+    with torch.no_grad(), mh.observe(model) as seen:
+        model(pixel_values=torch.randn(1, 3, 8, 12))
+    assert seen.texts[0].boxes is not None  # places are measured at the first read, by the model
+    return seen
+
+
+class _Words:
+    """A tokenizer of which every token of a prompt is called "word"."""
+
+    all_special_ids = (1,)
+
+    def convert_ids_to_tokens(self, ids: Any) -> Any:
+        return "word" if isinstance(ids, int) else ["word"] * len(ids)
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return " ".join(["word"] * (1 if isinstance(ids, int) else len(ids)))
+
+
+@cache
+def generated() -> Record:
+    """A LLaVA that read two pictures in a prompt of 40 tokens and wrote "the cat sits"."""
+    torch.manual_seed(0)
+    one = LANGUAGE_MODELS["LLaVA, two pictures"]()
+    with torch.no_grad():
+        for name, each in one.model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                each.mul_(20)  # sharp enough to tell heads apart
+    images = random_pictures(one.sizes)
+    with torch.no_grad(), mh.observe(one.model, processor=one.processor, images=images, tokenizer=_Words()) as seen:
+        one.model.generate(**one.process(images), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    text = seen.layers[-1].sample().text
+    assert text.tokens is not None
+    tokens = [_ANSWER.get(place, token) for place, token in enumerate(text.tokens)]
+    seen.name_text(Text(text.ids, tokens, text.special))
+    return seen
