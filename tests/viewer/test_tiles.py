@@ -31,7 +31,7 @@ from tests.viewer.watching import block_means, watch
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tile_holds_the_means_over_what_may_be_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "TILE_SIDE", 3)
+    monkeypatch.setattr(tiles, "TILE_SIDE", 7)
     record = watch(dtype=torch.float64, **KINDS[kind])
     for sample, level, sink in product(record.layers[0].samples, range(6), (True, False)):
         head = sample.num_heads - 1
@@ -43,7 +43,7 @@ def test_a_tile_holds_the_means_over_what_may_be_seen(kind: str, monkeypatch: py
             ]
             for row in range(tiles_per_side(sample.num_queries, level))
         ]
-        assert {max(each.shape) for row in rows for each in row} <= {1, 2, 3}
+        assert {max(each.shape) for row in rows for each in row} <= {*range(1, 8)}
         found = torch.from_numpy(np.block(rows)).double()
         assert_close(found, expected, rtol=1e-7, atol=1e-12, equal_nan=True)
 
