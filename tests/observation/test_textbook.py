@@ -121,8 +121,10 @@ def test_a_record_shows_what_was_measured_in_tables_searches_and_findings() -> N
     assert layer_profiles(seen.layers)[0].kinds[1][0] == "repeated_induction"
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "modernbert", "gpt_oss"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [*((name, 1) for name in ("bert", "gpt2", "llama", "t5", "modernbert", "gpt_oss")), ("bert", 0), ("llama", 0)],
+)
 def test_a_model_with_random_weights_has_no_finding(name: str, seed: int) -> None:
     model = family(name).base_model.eval()
     model = getattr(model, "encoder", model) if name == "t5" else model

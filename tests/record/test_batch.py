@@ -362,7 +362,7 @@ def test_cutting_a_batch_changes_no_bit_of_its_table(name: str) -> None:
         for _ in range(2):
             layer(4 * torch.randn(4, 9, 16), lengths=lengths, **PADDED[name])
     assert record.layers[0].texts.waiting
-    wanted: tuple[Any, ...] = ("mean", "median", "p95", "max")
+    wanted: tuple[Any, ...] = ("mean", "p95", "max")  # the median is a quantile, too
     before = [record.table(of=of).rows for of in wanted]
     assert record.layers[0].num_samples == 8
     assert [(sample.num_queries, call) for sample, call in record.calls] == [(length, 0) for length in 2 * lengths]

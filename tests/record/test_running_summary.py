@@ -331,7 +331,7 @@ class TwoMasks(Reader):
 
 
 @needs_native
-@pytest.mark.parametrize("batches", [[(11, 2, 1, 7, 4)], [(11, 7)], [(9,), (12,), (3, 4, 12)]], ids=str)
+@pytest.mark.parametrize("batches", [[(11, 2, 1, 7, 4)], [(9,), (12,), (3, 4, 12)]], ids=str)
 def test_the_kinds_of_a_summary_its_chance_and_its_standard_errors_are_those_of_the_texts(
     batches: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
