@@ -99,8 +99,7 @@ def assert_texts_are_those_returned(model: Any, seen: Record, returned: Tensor, 
 @pytest.mark.parametrize(
     ("way", "padded", "window"),
     [
-        *((way, False, None) for way in (*WAYS, *OF_ONE_TEXT)),
-        *((way, True, None) for way in PADDED),
+        *((way, way in PADDED, None) for way in (*WAYS, *OF_ONE_TEXT)),  # of two padded texts one has no padding
         *((way, True, 5) for way in ("beams", "a static cache", "the prompt in chunks")),
         ("prompt lookup", False, 5),
     ],
@@ -133,8 +132,10 @@ def test_drafts_of_an_assistant_and_its_own_passes_are_in_no_text() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", ["greedy", "beams", "no cache"])
-@pytest.mark.parametrize("keep", ["statistics", "summary"])
+@pytest.mark.parametrize(
+    ("keep", "way"),
+    [("statistics", "beams"), ("summary", "greedy"), ("summary", "beams"), ("summary", "no cache")],
+)
 def test_statistics_and_summaries_of_texts_are_those_of_one_pass_over_them(keep: Any, way: str) -> None:
     model = decoder()
     with mh.observe(model, keep=keep) as seen:
