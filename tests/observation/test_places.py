@@ -258,3 +258,11 @@ def test_a_model_that_does_not_run_alike_has_no_places() -> None:
         "The tokens have no places in pictures: keys of attention are NaN or infinite without attention. Observe the "
         "model without processor=, or give a model and inputs that run alike each time."
     )
+
+
+def test_the_runs_that_are_done_are_reported_next_to_those_that_are_expected() -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model, reported = hf.ViTModel(hf.ViTConfig(**sizes, image_size=16, patch_size=4)), []
+    mh.places(model, {"pixel_values": torch.rand(1, 3, 16, 16)}, progress=lambda *each: reported.append(each))
+    assert {total for _, total in reported} == {17}
+    assert [done for done, _ in reported] == list(range(17))

@@ -198,6 +198,7 @@ def look(
                 images,
                 texts,
                 png,
+                steps,
                 max_tokens=max_tokens,
                 layers=chosen,
                 device=device,
@@ -304,6 +305,7 @@ def _record_pictures(
     images: tuple[str, ...],
     texts: list[str],
     png: str | None,
+    steps: Steps,
     *,
     max_tokens: int | None,
     layers: list[int] | None,
@@ -322,7 +324,16 @@ def _record_pictures(
     loaded, processor = load_picture_model(found, device=device, dtype=dtype)
     most = MAX_PICTURE_TOKENS if max_tokens is None else max_tokens
     text = texts[0] if texts else None
-    run = look_at_pictures(loaded, processor, list(images), text, max_tokens=most, layers=layers)
+    measuring = locale("look.doing.places", lang)
+    run = look_at_pictures(
+        loaded,
+        processor,
+        list(images),
+        text,
+        max_tokens=most,
+        layers=layers,
+        progress=lambda done, total: steps.show(measuring, done, total),
+    )
     sentences = [locale("look.picture tokens", lang, number=f"{run.tokens:,}"), *map(escape_controls, run.notes)]
     if png is not None:
         opening = save_picture(run, png)

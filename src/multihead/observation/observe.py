@@ -21,6 +21,7 @@ from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.picture_calls import PictureCalls
+from multihead.observation.places import Progress
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
 from multihead.probes.catalogue import DEFAULT, PICTURE_STATISTICS, PROBES, reject_unknown_set
@@ -111,6 +112,7 @@ class Options(NamedTuple):
         keeps_quantiles: whether a summary has quantiles.
         names_pictures: whether the places of the tokens of pictures are measured.
         compares_texts: whether layers with places keep the statistics that compare positions in a text.
+        progress: called with (runs done, runs expected) while places are measured with a processor.
     """
 
     layers: Sequence[int | str] | int | str | None = None
@@ -127,6 +129,7 @@ class Options(NamedTuple):
     compares_texts: bool = False
     processor: Any = None
     images: Any = None
+    progress: Progress = lambda done, total: None
 
 
 @contextmanager
@@ -176,6 +179,7 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
             options.images,
             compares_texts=options.compares_texts,
             statistics=of_pictures if options.compares_texts else None,
+            progress=options.progress,
         )
         follows = options.names_pictures and keep != "summary"
         with listen(recorder), pictures.follow(root, lambda: inputs.is_recording) if follows else nullcontext():

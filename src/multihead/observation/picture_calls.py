@@ -20,7 +20,7 @@ from multihead.errors import MultiheadError
 from multihead.kernels.call import without_listeners
 from multihead.models.pretrained import pretrained_models
 from multihead.observation.picture_units import PIXELS, copy_pictures
-from multihead.observation.places import LayerPlaces, measure_places
+from multihead.observation.places import LayerPlaces, Progress, measure_places
 from multihead.record.layer import LayerRecord
 from multihead.record.picture_statistics import change_statistics
 from multihead.record.places import Picture, PlaceTable
@@ -79,15 +79,15 @@ class _PictureCall:
         if pixels.dim() == 4:
             self.inputs[PIXELS] = pixels.detach().new_zeros(()).expand(pixels.shape)
 
-    def places(self) -> dict[str, LayerPlaces]:
+    def places(self, progress: Progress = lambda done, total: None) -> dict[str, LayerPlaces]:
         """Return name of a layer -> the places of its keys, which the first call measures; {} without places."""
         with self._measuring:
             if self._found is None:
-                self._found = self._measure()
+                self._found = self._measure(progress)
                 self.inputs, self.processor, self.images = {}, None, None
         return self._found
 
-    def _measure(self) -> dict[str, LayerPlaces]:
+    def _measure(self, progress: Progress) -> dict[str, LayerPlaces]:
         module, asked = self.module(), self.processor is not None
         if not asked and self.inputs[PIXELS].dim() < 4:
             return {}  # rows of patches do not show where they are
@@ -105,7 +105,13 @@ class _PictureCall:
         try:
             with without_listeners():  # the model may be observed again while the record is read
                 found = measure_places(
-                    module, self.inputs, self.processor, self.images, self.random_state, gives_up=not asked
+                    module,
+                    self.inputs,
+                    self.processor,
+                    self.images,
+                    self.random_state,
+                    gives_up=not asked,
+                    progress=progress,
                 )
         except Exception as error:  # noqa: BLE001 - without attention a model may raise any error, and the record stays
             reason = str(error) if isinstance(error, MultiheadError) else f"{type(error).__name__}: {error}"
@@ -125,6 +131,7 @@ class PictureCalls:
         images: the pictures of all calls; None: those with which the processor is called.
         compares_texts: whether statistics of positions in a text are kept in pictures too, because they were asked for.
         statistics: names of the statistics of pictures that are measured; None: all.
+        progress: called with (runs done, runs expected) while places are measured.
     """
 
     layers: list[LayerRecord]
@@ -132,6 +139,7 @@ class PictureCalls:
     images: Any = None
     compares_texts: bool = False
     statistics: Set[str] | None = None
+    progress: Progress = lambda done, total: None
     _distinct: list[_PictureCall] = field(default_factory=list)  # calls that have different places
     _calls: list[tuple[_PictureCall, _PictureCall]] = field(default_factory=list)  # all calls, each with the like one
     _open: list[_PictureCall] = field(default_factory=list)  # the calls that run, the outermost first
@@ -249,7 +257,7 @@ class PictureCalls:
         for (call, like), end in zip(self._calls, ends, strict=True):
             self._name_samples(call, like, end)
         for each in self._distinct if self.processor is not None else []:
-            each.places()
+            each.places(self.progress)
 
     def _pictures_of(self, pixels: Tensor) -> tuple[Any, Any]:
         """Return the processor with the options of its call that made some pixels, and the pictures."""

@@ -10,7 +10,7 @@ than predicted has no place.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,6 +30,9 @@ from multihead.observation.unmixed import (
 )
 from multihead.record.places import NO_PICTURE, NO_PLACE, PlaceTable
 
+Progress = Callable[[int, int], None]
+"""Function that is called with the number of runs that are done, and of those that are expected."""
+
 _CHECKS = 4
 _MOST_CHANGED = 0.9  # part of the keys of single patches that change with half of the patches, at most
 _KEYS_AT_ONCE = 512
@@ -38,7 +41,12 @@ _LEAST_COVERED = 0.75  # part of the rectangle around the patches of a key that 
 
 
 def places(
-    model: nn.Module, inputs: Mapping[str, Any], processor: Any = None, images: Any = None
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    processor: Any = None,
+    images: Any = None,
+    *,
+    progress: Progress = lambda done, total: None,
 ) -> dict[str, PlaceTable]:
     """Measure the place in a picture that each key of each attention layer comes from.
 
@@ -52,6 +60,7 @@ def places(
         processor: the processor or image processor that made the inputs, or a function that is called like one. Boxes
             are in pixels of `images`; without it in those of `pixel_values`.
         images: the pictures that the processor made the inputs from, nested as it got them.
+        progress: called with (runs done, runs expected) before each run; of a language model each takes a forward pass.
 
     Returns:
         name of a layer -> its table, of (batch, keys). Windows of one call follow each other.
@@ -74,7 +83,8 @@ def places(
         reject_given("inputs", inputs, "the arguments of the model's call by name", "Give what the processor returns.")
     if processor is None and images is not None:
         raise ArgumentError("images was given without processor.", "Give the processor that made the inputs from them.")
-    return {name: layer.table for name, layer in measure_places(model, inputs, processor, images).items()}
+    found = measure_places(model, inputs, processor, images, progress=progress)
+    return {name: layer.table for name, layer in found.items()}
 
 
 class LayerPlaces(NamedTuple):
@@ -99,6 +109,7 @@ def measure_places(
     random_state: Tensor | None = None,
     *,
     gives_up: bool = False,
+    progress: Progress = lambda done, total: None,
 ) -> dict[str, LayerPlaces]:
     """Do what `places` does.
 
@@ -110,6 +121,7 @@ def measure_places(
         random_state: the state of torch's random numbers when the call began; None takes the current.
         gives_up: whether two runs decide that the first keys depend on more than one patch each, as those of a
             convolutional network do; then the result is {}.
+        progress: called with (runs done, runs expected) before each run.
     """
     candidates = find_units(model, inputs, processor, images)
     if processor is None and candidates[0].pixels.dim() < 4:
@@ -119,7 +131,8 @@ def measure_places(
             stacklevel=3,
         )
     found: dict[str, LayerPlaces] = {}
-    with without_attention(model, inputs, random_state) as runs:
+    total = _expected_runs(candidates[0])
+    with without_attention(model, inputs, random_state, lambda done: progress(min(done, total), total)) as runs:
         for units in candidates:  # one for each size that patches may have
             finder = _PlaceFinder(runs, units)
             if gives_up and not finder.sees_patches():
@@ -128,6 +141,12 @@ def measure_places(
             if any(layer.table.has_places for layer in found.values()):
                 break
     return found
+
+
+def _expected_runs(units: PictureUnits) -> int:
+    """Return the number of runs if all layers have the places of the first: the checks, two per bit, and the names."""
+    bits = sum(int(axis.amax()).bit_length() for axis in units.axes)
+    return 2 + _CHECKS + 2 * bits + 3
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,6 +109,7 @@ class UnmixedModel:
         random_state: the state of torch's random numbers when the call began.
         tracker: counts the forward passes of the model.
         names: id(module) -> name, for all modules of the model.
+        report: called with the number of runs so far, before each run.
         runs: number of runs so far.
     """
 
@@ -117,6 +118,7 @@ class UnmixedModel:
     random_state: Tensor
     tracker: InputTracker
     names: dict[int, str]
+    report: Callable[[int], None]
     runs: int = 0
 
     @torch.no_grad()
@@ -130,6 +132,7 @@ class UnmixedModel:
         return self._run(changed, last).found
 
     def _run(self, changed: Mapping[str, Tensor], last: tuple[str, int] | None) -> _KeyReader:
+        self.report(self.runs)
         self.runs += 1
         torch.set_rng_state(self.random_state)
         reader = _KeyReader(self.tracker, self.names, last)
@@ -178,7 +181,10 @@ class UnmixedModel:
 
 @contextmanager
 def without_attention(
-    model: nn.Module, inputs: Mapping[str, Any], random_state: Tensor | None = None
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    random_state: Tensor | None = None,
+    report: Callable[[int], None] = lambda _: None,
 ) -> Iterator[UnmixedModel]:
     """Put a model in eval mode, and restore its mode and torch's random state afterwards.
 
@@ -186,6 +192,7 @@ def without_attention(
         model: the model.
         inputs: the arguments of its call; outputs that are not needed and an empty cache are left out.
         random_state: the state of torch's random numbers when the call began; None takes the current one.
+        report: called with the number of runs so far, before each run.
 
     Raises:
         ArgumentError: the call continues a cache.
@@ -212,7 +219,7 @@ def without_attention(
     ):
         for module in root.modules():
             undo.set_attribute(module, "training", value=False)
-        yield UnmixedModel(root, kept, state, tracker, module_names(root))
+        yield UnmixedModel(root, kept, state, tracker, module_names(root), report)
 
 
 def check_repeatable(first: Mapping[str, LayerKeys], again: Mapping[str, LayerKeys]) -> None:

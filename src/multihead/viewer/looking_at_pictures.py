@@ -13,6 +13,7 @@ from multihead.models.loading import LoadedModel, ModelDescription, describe, lo
 from multihead.models.pictures import load_processor, number_of_picture_tokens, picture_call, read_pictures
 from multihead.models.source import FoundModel
 from multihead.observation.observe import Options, record_calls
+from multihead.observation.places import Progress
 from multihead.observation.record import Record
 from multihead.probes.catalogue import DEFAULT, POOLED_MAP
 from multihead.probes.choices import MARGINS_OF_MAP
@@ -65,11 +66,13 @@ def look_at_pictures(
     max_tokens: int = MAX_PICTURE_TOKENS,
     layers: Sequence[int] | None = None,
     kinds: Sequence[Kind] = (),
+    progress: Progress = lambda done, total: None,
 ) -> PictureRun:
     """Run a model on pictures, and record it.
 
     A model of pictures alone reads each of them by itself, as one sample. A model that reads text too reads all
-    pictures in one prompt, and writes an answer of at most 32 tokens if it can.
+    pictures in one prompt, and writes an answer of at most 32 tokens if it can. `progress` is called with (runs done,
+    runs expected) while the places of tokens are measured.
 
     Raises:
         InputError: a picture cannot be read, or the pictures become more than `max_tokens` tokens.
@@ -85,6 +88,7 @@ def look_at_pictures(
         compares_texts=False,
         processor=processor,
         tokenizer=tokenizer,
+        progress=progress,
     )
     count, model = 0, loaded.model
     with torch.no_grad(), record_calls(model, options) as record:
