@@ -124,8 +124,14 @@ def assert_same(found: SampleRecord, expected: SampleRecord) -> None:
 
 
 # Without padding nothing is left out of the keys of a cache: that is tried with one family, and each with padding.
-@pytest.mark.parametrize(("name", "padding"), [*((name, "left") for name in DECODERS), ("gemma2", "none")])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("name", "padding", "cache"),
+    [
+        *((name, "left", "dynamic") for name in DECODERS),
+        *(("gemma2", "none", cache) for cache in ("dynamic", "static")),
+        *((name, "left", "static") for name in ("llama", "gemma2")),
+    ],
+)
 def test_a_decoding_is_one_record_equal_to_that_of_a_single_pass(name: str, padding: str, cache: str) -> None:
     model, batch = family(name), batch_of(name, padding=padding)
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))

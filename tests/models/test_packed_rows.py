@@ -60,8 +60,12 @@ def compare(rows: Record, texts: Record) -> None:
                 torch.testing.assert_close(one.per_query[name], value, atol=2e-5, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("way", SEPARATED)
-@pytest.mark.parametrize("name", MODELS)
+# transformers reads the texts of a row, and a family makes masks of them, with a window or without: one of each has
+# every way, and the others two.
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, way) for name in MODELS for way in (SEPARATED if name in ("llama", "gemma2") else [*SEPARATED][:2])],
+)
 @torch.no_grad()
 def test_each_text_of_a_row_is_as_it_is_alone(name: str, way: str) -> None:
     model = model_of(name)
