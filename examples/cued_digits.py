@@ -156,6 +156,16 @@ def measure_heads(model: ViTForImageClassification, test: Collages, reference: T
     return found
 
 
+def find_cue_head(costs: list[Cost]) -> Cost:
+    """Return the first-layer head that reads the cue row most; if that is not most of what it reads, one of any layer.
+
+    Of several heads of later layers it is the one that costs most.
+    """
+    first = max(costs[:HEADS], key=lambda cost: cost.cue)
+    readers = [cost for cost in costs if cost.cue > LEAST_SHARE]
+    return first if first.cue > LEAST_SHARE or not readers else max(readers, key=lambda cost: cost.by_zero)
+
+
 def describe(cost: Cost) -> str:
     """Return a sentence about a head."""
     return (
@@ -186,9 +196,11 @@ def main() -> int:
     costs = measure_heads(model, test, reference)
     for cost in costs:
         print(describe(cost))
-    cue_head = max(costs[:HEADS], key=lambda cost: cost.cue)
+    cue_head = find_cue_head(costs)
     reader = max(costs, key=lambda cost: cost.quadrant)
     print(f"\nThe cue head is L{cue_head.layer} H{cue_head.head}.")
+    if cue_head.layer:
+        print("It is in a later layer, where the tokens of the cue row may carry what they have read themselves.")
     print(
         f"L{reader.layer} H{reader.head} reads the digit itself most, and costs {100 * reader.by_zero:.1f} points: "
         "where a head looks is not what it is needed for."
