@@ -394,17 +394,18 @@ def test_the_profiler_names_the_attention_and_its_backward_pass() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles C++, and there is no g++")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_aot_inductor_compiles_an_exported_layer_for_other_sizes(tmp_path: Path) -> None:
-    model = Layered(layer(), lambda _: {"mask": masks.Causal()}).eval()
+    model = Layered(layer(), lambda lengths: {"mask": masks.Causal() & masks.Lengths(lengths)}).eval()
     batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=64)
     with torch.no_grad():
-        # Without lengths, which are compiled to a kernel of Inductor's own: a further file.
-        program = torch.export.export(model, given(), dynamic_shapes={"x": {0: batch, 1: length}, "lengths": None})
+        program = torch.export.export(
+            model, given(), dynamic_shapes={"x": {0: batch, 1: length}, "lengths": {0: batch}}
+        )
         # One file of each kind is compiled: no other would use precompiled headers, which take half of the time.
         options = {"cpp_cache_precompile_headers": False, "aot_inductor.precompile_headers": False}
         options |= {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp.vec_isa_ok": True}
         path = torch._inductor.aoti_compile_and_package(
             program, package_path=str(tmp_path / "layer.pt2"), inductor_configs=options
         )
-        inputs = given(2, 9)[0], given()[1]
+        inputs = given(2, 9)
         found = torch._inductor.aoti_load_package(path)(*inputs)
         torch.testing.assert_close(found, model(*inputs), atol=1e-5, rtol=1e-5)
