@@ -58,8 +58,8 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_configure(config: pytest.Config) -> None:
     """Have a process of pytest-xdist send one message per test that passes.
 
-    It sends five, each of which costs both processes a thread that wakes up: half a minute over all tests. A test that
-    fails, is skipped, or whose fixture fails is reported as ever.
+    It sends five, which cost both processes a quarter of a minute over all tests. A test that fails or is skipped, or
+    whose fixture fails, is reported as ever.
     """
     for worker in config.pluginmanager.get_plugins():
         if type(worker).__name__ != "WorkerInteractor":
