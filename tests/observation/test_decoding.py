@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead import masks
+from multihead.kernels.call import AttentionCall
 from multihead.layer.cache import KeyValueCache
+from multihead.observation import measuring, recorder
 from multihead.observation.record import Record
 from multihead.probes import PROBES
+from multihead.probes.statistics import statistics_of_call
 from multihead.record.layer import LayerRecord, LayerTexts
 from multihead.rotary import Rotary
 
@@ -247,3 +250,35 @@ def test_a_batch_of_nothing_but_padding_is_watched(first: int) -> None:
     calls = [{"x": x, "lengths": lengths} for lengths in ((first, first), (0, 0), (3, 1))]
     seen = watched(layer, calls)
     assert [sample.num_queries for sample in seen.layers[0].samples] == [first, first, 0, 0, 3, 1]
+
+
+def test_a_step_of_several_texts_is_measured_once_and_each_has_what_it_has_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    (layer, _), x, lengths = drawn(), torch.randn(3, 9, WIDTH, dtype=torch.float64), (5, 3, 4)
+
+    def decoded(rows: list[int]) -> Record:
+        cache = KeyValueCache()
+        with torch.no_grad(), mh.observe(layer, keep="statistics") as seen:
+            layer(x[rows, :5], mask=mh.masks.Causal(), lengths=[lengths[row] for row in rows], cache=cache)
+            for token in range(5, 9):
+                layer(x[rows, token : token + 1], mask=mh.masks.Causal(), cache=cache)
+        return seen
+
+    alone = [decoded([row]).layers[0].sample() for row in range(3)]
+    sizes = []
+
+    def measured(call: AttentionCall, *rest: Any) -> dict[str, Tensor]:
+        sizes.append(call.request.shape.batch)
+        return statistics_of_call(call, *rest)
+
+    for module in (measuring, recorder):
+        monkeypatch.setattr(module, "statistics_of_call", measured)
+    together = decoded([0, 1, 2]).layers[0]
+    assert sizes == [1] * 3 + [3] * 4  # in float64 the first call is measured text by text
+    for row, one in enumerate(alone):
+        found = together.sample(row).statistics
+        assert found.keys() == one.statistics.keys()
+        for name, values in one.statistics.items():
+            torch.testing.assert_close(found[name], values, rtol=0, atol=1e-12)

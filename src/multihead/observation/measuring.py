@@ -7,11 +7,12 @@ measured for the whole batch in one more pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from multihead.functional import attend
 from multihead.kernels.call import AttentionCall, AttentionRequest
 from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
-from multihead.kernels.parts import SPECIAL_MASS, TOKENS_MASS, PartName
+from multihead.kernels.parts import SPECIAL_MASS, TOKENS_MASS, PartInput, PartName
+from multihead.masks.leading_keys import LeadingKeys
+from multihead.masks.positions import SampleSpan
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import MAP_SIZE, PoolOperation, ProbeContext
 from multihead.probes.lookups import weight_at_keys
@@ -31,7 +34,22 @@ from multihead.record.chance import with_zero_scores
 from multihead.record.text_rows import MeasuredRows, TextRows
 from multihead.tensors.shapes import AttentionShape
 
+_NEEDS_OF_TEXTS: frozenset[PartInput] = frozenset(("special_keys", "ids", "sinks"))  # what `measure_texts` has
 MAX_LOOKED_UP_SPECIAL_KEYS = 4  # with more special tokens per text, a pass over all keys is faster than look-ups
+
+
+class TextInCall(NamedTuple):
+    """One text of a call.
+
+    Attributes:
+        span: its queries and keys in the call.
+        start: index in the text of the first of these keys.
+        ids: (keys,) int64, the ids of all keys of the text so far; None if unknown.
+    """
+
+    span: SampleSpan
+    start: int
+    ids: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +182,49 @@ class StatisticsMeasurer:
         measured = self.measure(call, rows, context, parts=parts, chance=chance)
         return measured if windows == 1 else replace(measured, rows=replace(rows, ends=rows.ends[::windows]))
 
+    def measure_texts(
+        self, call: AttentionCall, sample_spans: SampleSpans, texts: Sequence[TextInCall], *, first: bool
+    ) -> list[dict[str, Tensor]] | None:
+        """Measure a call of several texts at once, such as a step of decoding.
+
+        Args:
+            call: the call.
+            sample_spans: the positions of the texts in the batch.
+            texts: the texts, each in a row of its own.
+            first: whether the first keys that the queries of a text see are its first keys.
+
+        Returns:
+            per text, name of a statistic -> (heads, queries); None if a text is not there as it would be alone, or a
+            statistic is none per query.
+        """
+        request, valid = call.request, sample_spans.sliceable
+        if len(texts) < 2 or len({text.span.sample for text in texts}) < len(texts) or sample_spans.texts is not None:
+            return None
+        if not first:  # it is looked up
+            valid = valid._replace(first_key=True)
+        measurable = all(probe.axes == "queries" and probe.needs <= _NEEDS_OF_TEXTS for probe in self.probes)
+        if isinstance(request.mask, LeadingKeys) or not (valid.any_part and measurable):
+            return None
+        if not all(map(valid.includes, self.parts)):
+            return None
+        ids, keys_before = None, torch.zeros(request.shape.batch, dtype=torch.int64)
+        known = [text.ids is not None and len(text.ids) >= text.start + _length(text.span.keys) for text in texts]
+        if self.needs & {"ids", "special_keys"} and any(known):
+            if not all(known) or (not first and any(text.start for text in texts)):
+                return None
+            ids = torch.full((request.shape.batch, request.shape.key_length), -1)
+        for span, start, read in texts:
+            keys_before[span.sample] = start - span.keys[0]
+            if ids is not None and read is not None:
+                ids[span.sample, slice(*span.keys)] = read[start : start + _length(span.keys)]
+        context = self.probe_context(request.known_origin.layer, request.shape, ids)
+        first_key = None if first else -keys_before
+        context = replace(context, first_key=first_key, key_start=keys_before[:, None, None])
+        found = {name: value.cpu() for name, value in statistics_of_call(call, self.probes, context).items()}
+        return [
+            {name: value[span.sample, :, slice(*span.queries)] for name, value in found.items()} for span, *_ in texts
+        ]
+
     def measures_whole(self, request: AttentionRequest, sample_spans: SampleSpans, ids: CallTokenIds) -> bool:
         """Whether `measure_batch` measures the texts of a call as if each were alone."""
         needs_ids = bool(self.needs & {"ids", "special_keys"}) and (ids.queries is not None or ids.keys is not None)
@@ -182,6 +243,10 @@ class StatisticsMeasurer:
         wanted = parts_of_probes(each for each in probes if not each.needs)
         request = replace(request, origin=call.request.origin, requested_statistics=wanted)
         return replace(self, probes=probes), AttentionCall(request, attend(request, published=False))
+
+
+def _length(ends: tuple[int, int]) -> int:
+    return ends[1] - ends[0]
 
 
 def _look_up_special_keys(

@@ -34,13 +34,13 @@ from multihead.layer.sharding import RankHeads, rank_heads
 from multihead.masks.positions import SampleSpan
 from multihead.models import pretrained
 from multihead.models.coverage import whole_model_advice
-from multihead.models.generation import UNKNOWN_ID, GeneratedPass, GeneratedText
+from multihead.models.generation import UNKNOWN_ID, GeneratedPass, GeneratedText, ReadRow
 from multihead.models.pretrained import KNOWN_TEXTS, WHOLE_MASK, InputTracker
 from multihead.observation.held import HeldPart, add_to_summary, append_parts, split_span
 from multihead.observation.host_copies import HostCopies
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import LayerNamer
-from multihead.observation.measuring import StatisticsMeasurer
+from multihead.observation.measuring import StatisticsMeasurer, TextInCall
 from multihead.observation.record import Record
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import ProbeContext
@@ -609,7 +609,7 @@ class Recorder:
     def _add_samples(
         self, call: AttentionCall, state: _LayerCall, sample_spans: SampleSpans, ids: CallTokenIds
     ) -> None:
-        """Measure the samples of a call one by one, and append the call to each.
+        """Measure the samples of a call, a step of a cache at once if possible, and append the call to each.
 
         A further window of a sample is measured without the keys of earlier windows.
         """
@@ -617,43 +617,57 @@ class Recorder:
         starts = sample_spans.key_starts(state.offset) - state.key_starts()
         if state.is_further_window or windows > 1:  # the keys of a window follow the keys of the previous window
             starts = (state.num_keys()[:, None] - sample_spans.key_lengths(windows).flip(1).cumsum(1).flip(1)).flatten()
-        samples = state.samples()
+        samples, texts = state.samples(), list[tuple[int, TextInCall]]()
         state.samples = lambda: samples
         self.record.add(layer, ())
         for index, (span, key_start) in enumerate(zip(sample_spans.spans, starts.tolist(), strict=True)):
             if span.is_text_of_row and not state.is_first and span.queries[0] >= span.queries[1]:
                 continue  # a text of the row that ended in an earlier call, or begins in a later one
-            sample, is_window = samples[index // windows], state.is_further_window or index % windows > 0
+            sample = samples[index // windows]
             if not state.is_first:
                 ids.append_to_sample(sample, span, key_start - span.keys[0])
+            texts.append((index, TextInCall(span, key_start, sample.growing_key_text.ids)))
+        found = None
+        if layer.running_summary is None and not (state.is_first or state.is_further_window or state.cross_attention):
+            found = self._measurer_of(state).measure_texts(call, sample_spans, [text for _, text in texts], first=False)
+        call = call if found is None else AttentionCall(request, replace(call.result, statistics={}))
+        for number, (index, (span, key_start, read)) in enumerate(texts):
+            sample, is_window = samples[index // windows], state.is_further_window or index % windows > 0
             alone, start = _slice_text(call, sample_spans, span, key_start, window=is_window)
-            read = sample.growing_key_text.ids
-            shape, own_first = alone.request.shape, state.is_first or is_window
-            context = self._context_of_probes(read, shape, start, request.known_origin.layer, first=own_first)
-            if layer.running_summary is not None:
-                before = 0 if is_window else start  # each window is a text of its own
-                read = None if is_window or state.cross_attention else read
-                self._add_text_to_summary(
-                    layer.running_summary, state, index // windows, alone, context, before=before, ids=read
-                )
-                continue
-            sample.append_call(self._record_text(alone, context, state, start, window=is_window))
+            if found is not None:
+                measured = found[number]
+            else:
+                shape, own_first = alone.request.shape, state.is_first or is_window
+                context = self._context_of_probes(read, shape, start, request.known_origin.layer, first=own_first)
+                if layer.running_summary is not None:
+                    before = 0 if is_window else start  # each window is a text of its own
+                    known = None if is_window or state.cross_attention else read
+                    self._add_text_to_summary(
+                        layer.running_summary, state, index // windows, alone, context, before=before, ids=known
+                    )
+                    continue
+                measured = self._measure_text(alone, context, state)
+            sample.append_call(self._record_text(alone, measured, start, window=is_window))
             self.record.add(layer, [(sample, len(sample.calls) - 1)])
 
+    def _measure_text(self, alone: AttentionCall, context: ProbeContext, state: _LayerCall) -> dict[str, Tensor]:
+        """Measure a call of one text: name -> (heads, queries), or the axes of the statistic."""
+        found = statistics_of_call(alone, self._measurer_of(state).probes, context)
+        return {name: value[0].cpu() for name, value in found.items()}
+
     def _record_text(
-        self, alone: AttentionCall, context: ProbeContext, state: _LayerCall, start: int, *, new: int = 0, window: bool
+        self, alone: AttentionCall, statistics: dict[str, Tensor], start: int, *, new: int = 0, window: bool
     ) -> RecordedCall:
-        """Measure a call of one text as a record keeps it, with its keys from index `new` on.
+        """Return a call of one text as a record keeps it, with its keys from index `new` on.
 
         The first key of the call has the index `start` in the text.
         """
         request, device = alone.request, self._device_of_record(alone.request)
-        found = statistics_of_call(alone, self._measurer_of(state).probes, context)
         keeps = self._keeps_qk
         return RecordedCall(
             Segment(self._request_without_tensors(request, device), start, is_window=window),
             copy_contiguous(alone.result.logsumexp, device),
-            {name: value[0].cpu() for name, value in found.items()},
+            statistics,
             copy_contiguous(request.q, device) if keeps else None,
             request.k[:, :, new:] if keeps else None,
             start + new,
@@ -664,7 +678,7 @@ class Recorder:
     ) -> None:
         """Measure the rows of a call of `generate`, and hold them until the texts that it returns are known."""
         layer, crosses, caller = state.layer, state.cross_attention, call.request.known_origin.layer
-        starts = sample_spans.key_starts(state.offset).tolist()
+        starts, texts = sample_spans.key_starts(state.offset).tolist(), list[tuple[ReadRow, TextInCall]]()
         for span, first_key in zip(sample_spans.spans, starts, strict=True):
             if (row := read.rows.get(span.sample)) is None:
                 continue  # an equal row of the same prompt is held
@@ -672,20 +686,28 @@ class Recorder:
             keys = None if bool((tokens == UNKNOWN_ID).any()) else tokens
             if crosses:
                 keys = None if ids.keys is None else ids.keys[span.sample, slice(*span.keys)]
-            for part in split_span(span, row.whole, cross_attention=crosses):
-                start = 0 if crosses else first_key - row.padding
-                alone, start = _slice_text(call, sample_spans, part, start)
-                shape = alone.request.shape
-                context = self._context_of_probes(keys, shape, start, caller, first=read.begins_texts)
-                recorded = measured = None
-                if layer.running_summary is not None:
-                    rows = _rows_of_text(alone, start)
-                    measured = self._measure_with_chance(alone, rows, context, state, start, None if crosses else keys)
-                else:
-                    new = 0 if read.begins_texts else shape.key_length - (0 if crosses else shape.query_length)
-                    recorded = self._record_text(alone, context, state, start, new=new, window=False).with_own_keys()
-                held = HeldPart(part.queries[1], crosses, keys if crosses else None, recorded, measured)
-                row.held.setdefault(layer.name, []).append(held)
+            start = 0 if crosses else first_key - row.padding
+            parts = split_span(span, row.whole, cross_attention=crosses)
+            texts += [(row, TextInCall(part, start, keys)) for part in parts]
+        found = None
+        if layer.running_summary is None and not crosses:
+            found = self._measurer_of(state).measure_texts(
+                call, sample_spans, [text for _, text in texts], first=read.begins_texts
+            )
+        call = call if found is None else AttentionCall(call.request, replace(call.result, statistics={}))
+        for number, (row, (part, first_key, keys)) in enumerate(texts):
+            alone, start = _slice_text(call, sample_spans, part, first_key)
+            shape, recorded, measured = alone.request.shape, None, None
+            context = self._context_of_probes(keys, shape, start, caller, first=read.begins_texts)
+            if layer.running_summary is not None:
+                rows = _rows_of_text(alone, start)
+                measured = self._measure_with_chance(alone, rows, context, state, start, None if crosses else keys)
+            else:
+                statistics = self._measure_text(alone, context, state) if found is None else found[number]
+                new = 0 if read.begins_texts else shape.key_length - (0 if crosses else shape.query_length)
+                recorded = self._record_text(alone, statistics, start, new=new, window=False).with_own_keys()
+            held = HeldPart(part.queries[1], crosses, keys if crosses else None, recorded, measured)
+            row.held.setdefault(layer.name, []).append(held)
 
     @torch.no_grad()
     def add_generated_texts(self, texts: list[GeneratedText]) -> None:
