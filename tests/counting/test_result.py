@@ -94,6 +94,28 @@ class TestKinds:
                 for field in ("mean", "chance", "standard_error", "num_observations"):
                     one, other = getattr(found, field), getattr(expected, field)
                     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=f"{name} {field}")
+        assert census.heads["blocks"].null_count == len(census.heads)  # there are texts enough
+
+    @pytest.mark.parametrize("shards", [1, 2])
+    def test_two_texts_have_the_error_that_they_have_in_a_summary_however_they_are_sharded(
+        self, model: str, corpus: str, tmp_path: Path, shards: int
+    ) -> None:
+        lines, loaded = Path(corpus).read_text("utf-8").splitlines()[:2], load(model)
+        for number in range(shards):
+            some = lines if shards == 1 else lines[number : number + 1]
+            (tmp_path / f"{number}.jsonl").write_text("\n".join(some), "utf-8")
+        census = mh.census(model, str(tmp_path / "*.jsonl"), out=tmp_path / "out", threads=1)
+        assert (census.texts, len(census.plan.shards)) == (2, shards)
+        with mh.observe(loaded.model, keep="summary", tokenizer=loaded.tokenizer) as record, torch.no_grad():
+            for line in lines:
+                loaded.model(**loaded.tokenizer(json.loads(line)["text"], return_tensors="pt"))
+        for found in (census, mh.Census.load(tmp_path / "out")):
+            for mine, expected in zip(found.profiles(), record.profiles(), strict=True):
+                assert "previous_mass" in mine.evidence
+                for name, each in mine.evidence.items():
+                    assert bool(each.standard_error.isfinite().all())
+                    other = expected.evidence[name].standard_error
+                    torch.testing.assert_close(each.standard_error, other, rtol=1e-4, atol=1e-6, msg=name)
 
     def test_they_are_those_of_a_record_of_the_same_texts(self, census: mh.Census, observed: mh.Record) -> None:
         found = census.kinds()
@@ -158,10 +180,12 @@ The record has numbers for 'induction'.""",
         with pytest.raises(ArgumentError, match=r"^Two kinds are called pointed\."):
             loaded.add_kinds(*OWN)
 
-    def test_three_texts_are_too_few(self, model: str, tmp_path: Path) -> None:
+    def test_a_census_of_three_texts_names_heads_by_blocks_of_queries(self, model: str, tmp_path: Path) -> None:
         file = jsonl(tmp_path / "texts.jsonl", random_texts(3))
         found = mh.census(model, file, out=tmp_path / "out", threads=1, kinds=OWN)
-        assert found.kinds("pointed") == []
+        pointed = found.kinds("pointed")
+        assert pointed
+        assert all(0 < each.error < each.share / 3 for each in pointed)
         assert found.kinds("even")  # which needs no standard error
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from multihead.record.chance import Moments
 from multihead.record.running_summary import SUMS_WITHOUT_QUERIES, StatisticSums
 
 METADATA_KEY = b"multihead"
@@ -24,6 +25,10 @@ _NO_HASH = b"0" * 32
 
 CHANCE_COLUMNS = "chance", "texts", "excess", "excess_squares"
 """Columns about chance levels, null where no query counts or the chance level is unknown; missing in old files."""
+
+BLOCK_COLUMNS = "blocks", "block_excess", "block_squares"
+"""Columns with the moments of value - chance over blocks of queries, from which a standard error is computed where
+there are too few texts; null where there are enough, or they are unknown, and missing in old files."""
 
 
 def heads_schema() -> Any:
@@ -51,6 +56,7 @@ def heads_schema() -> Any:
             ("head", pa.int32()),
             ("statistic", pa.string()),
             *((name, pa.from_numpy_dtype(type(value))) for name, value in SUMS_WITHOUT_QUERIES.items()),
+            *zip(BLOCK_COLUMNS, (pa.int64(), pa.float64(), pa.float64()), strict=True),
             ("bin_value", pa.list_(pa.float64())),
             ("bin_count", pa.list_(pa.int64())),
             ("examples", pa.list_(example)),
@@ -72,6 +78,7 @@ def build_heads_table(
     rows: Sequence[tuple[int, str, str, int]],
     order: NDArray[np.int64],
     sums: StatisticSums,
+    blocks: Moments | None,
     bins: tuple[NDArray[np.int64], Any, Any],
     examples: Any,
 ) -> Any:
@@ -81,6 +88,7 @@ def build_heads_table(
         rows: per row of the table (number of the layer, name of the layer, statistic, head).
         order: (rows,), per row of the table the index of its row in `sums` and in `bins`.
         sums: the sums of each row.
+        blocks: the moments of blocks of queries of each row, see `BLOCK_COLUMNS`, of which a number of NaN is unknown.
         bins: row, ascending, value and count of each histogram bin that is not empty: (bins,) each.
         examples: per row of the table the list of its strongest examples.
     """
@@ -94,6 +102,9 @@ def build_heads_table(
     )
     for name, values in zip(SUMS_WITHOUT_QUERIES, sums, strict=True):
         columns[name] = pa.array(values.numpy(), mask=null_where.get(name))
+    for name, moments in zip(BLOCK_COLUMNS, blocks or [None] * len(BLOCK_COLUMNS), strict=True):
+        unknown = blocks is None or blocks[0][order].isnan().numpy()
+        columns[name] = pa.nulls(len(rows)) if moments is None else pa.array(moments[order].numpy(), mask=unknown)
     row_of_bin, columns["bin_value"], columns["bin_count"] = bins
     for name in ("bin_value", "bin_count"):
         columns[name] = group_values_by_row(row_of_bin, columns[name], order)
@@ -111,6 +122,12 @@ def sums_of_table(table: Any) -> StatisticSums:
             column = np.where(has_no_query, value, table[name].to_numpy())
         sums.append(torch.tensor(column))
     return StatisticSums(*sums)
+
+
+def blocks_of_table(table: Any) -> Moments:
+    """Return the moments of blocks of queries of each row of a table of heads; NaN where they are unknown."""
+    number, mean, squares = (torch.tensor(table[name].to_numpy().astype(np.float64)) for name in BLOCK_COLUMNS)
+    return number, mean, squares
 
 
 def group_values_by_row(row: NDArray[np.int64], values: Any, order: NDArray[np.int64]) -> Any:

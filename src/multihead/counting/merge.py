@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from multihead.counting.heads_table import (
     add_missing_columns,
+    blocks_of_table,
     build_heads_table,
     group_values_by_row,
     heads_schema,
@@ -26,7 +27,8 @@ from multihead.counting.heads_table import (
 )
 from multihead.counting.plan import Plan
 from multihead.files import write_atomically
-from multihead.record.running_summary import StatisticSums
+from multihead.record.chance import MIN_OBSERVATIONS, Moments
+from multihead.record.running_summary import StatisticSums, concatenate_moments, merge_moments, no_moments
 
 HEADS_FILE = "heads.parquet"
 SHARDS_FILE = "shards.parquet"
@@ -44,6 +46,7 @@ class MergedSums:
         names: number of a layer -> its name.
         shards: the metadata of each shard's file: how many rows, texts and tokens were read.
         sums: the sums of each row; the chance is NaN if it is unknown in a shard.
+        blocks: the moments of blocks of queries of each row, see `BLOCK_COLUMNS`; NaN if they are unknown in a shard.
     """
 
     examples: int
@@ -51,6 +54,7 @@ class MergedSums:
     names: dict[int, str] = field(default_factory=dict)
     shards: list[dict[str, Any]] = field(default_factory=list)
     sums: StatisticSums = field(default_factory=lambda: StatisticSums.empty(0))
+    blocks: Moments = field(default_factory=lambda: no_moments(0))
     # tables with columns row, value and count: the histogram bins that are not empty
     _bins: list[Any] = field(default_factory=list)
     _examples: Any = None  # the examples of all rows; `_row_of_example` has their rows
@@ -66,16 +70,18 @@ class MergedSums:
         )  # (layer, statistic, head) of each row
         rows = np.array([self.row_of_head.setdefault(key, len(self.row_of_head)) for key in keys])
         self.names.update(zip((key[0] for key in keys), table["name"].to_pylist(), strict=True))
-        self._add_sums(sums_of_table(table), rows)
+        self._add_sums(sums_of_table(table), blocks_of_table(table), rows)
         self._add_bins(table, rows)
         self._add_examples(table, rows)
 
-    def _add_sums(self, sums: StatisticSums, rows: IntArray) -> None:
-        """Merge sums into the rows with the indices `rows`, of which some may be new."""
-        new = StatisticSums.empty(len(self.row_of_head) - len(self.sums.num_queries))
-        self.sums = StatisticSums.concatenate([self.sums, new])
-        merged = self.sums.rows(rows).merge(sums)
-        for column, values in zip(self.sums, merged, strict=True):
+    def _add_sums(self, sums: StatisticSums, blocks: Moments, rows: IntArray) -> None:
+        """Merge sums and moments of blocks into the rows with the indices `rows`, of which some may be new."""
+        new = len(self.row_of_head) - len(self.sums.num_queries)
+        self.sums = StatisticSums.concatenate([self.sums, StatisticSums.empty(new)])
+        self.blocks = concatenate_moments([self.blocks, no_moments(new)])
+        number, mean, squares = self.blocks
+        merged = *self.sums.rows(rows).merge(sums), *merge_moments((number[rows], mean[rows], squares[rows]), blocks)
+        for column, values in zip((*self.sums, *self.blocks), merged, strict=True):
             column[rows] = values
 
     def _add_bins(self, table: Any, rows: IntArray) -> None:
@@ -125,10 +131,12 @@ class MergedSums:
         order = np.array([self.row_of_head[key] for key in keys])
         self._add_up_equal_bins()
         bins = self._bins[0].sort_by([("row", "ascending"), ("value", "ascending")])
+        few = sum(each.get("texts", 0) for each in self.shards) < MIN_OBSERVATIONS
         return build_heads_table(
             [(layer, self.names[layer], statistic, head) for layer, statistic, head in keys],
             order,
             self.sums,
+            self.blocks if few else None,
             (bins["row"].to_numpy(), bins["value"].combine_chunks(), bins["count"].combine_chunks()),
             group_values_by_row(self._row_of_example, self._examples, order),
         )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from multihead.counting.formats import rows_of_shard
-from multihead.counting.heads_table import sums_of_table
+from multihead.counting.heads_table import blocks_of_table, sums_of_table
 from multihead.counting.merge import (
     MergedTables,
     merge_shards,
@@ -40,6 +40,7 @@ from multihead.probes.probe import SHARE_FORMAT, Probe, Statistic
 from multihead.record.analysis.changes import ChangeBeyondChance, change_beyond_chance, text_of_value
 from multihead.record.analysis.find import FoundHead, ValueRange, find
 from multihead.record.analysis.highlights import Finding, HeadKind, findings, heads_of_kinds
+from multihead.record.chance import Moments
 from multihead.record.layer import LayerRecord, kinds_of_summary
 from multihead.record.profiles import LayerKinds
 from multihead.record.running_summary import RunningSummary, StatisticSums
@@ -293,6 +294,11 @@ class Census:
         return sums_of_table(self.heads)
 
     @cached_property
+    def blocks(self) -> Moments:
+        """The moments of blocks of queries of each row of the table of heads; NaN where they are unknown."""
+        return blocks_of_table(self.heads)
+
+    @cached_property
     def row_of_head(self) -> dict[tuple[int, str, int], int]:
         """(number of a layer, statistic, head) -> index of its row in the table of heads."""
         keys = zip(*(self.heads[name].to_pylist() for name in ("layer", "statistic", "head")), strict=True)
@@ -344,8 +350,8 @@ class Census:
         r"""List the kinds of the heads with the numbers that decide about them, the largest share first.
 
         The rules are those of `Record.kinds`: a head has a kind only if its share exceeds chance clearly. The standard
-        error is computed over texts, so at least four texts are needed. Kinds that are measured on repeated random
-        tokens are unknown in a census, and so are kinds whose statistic was not counted.
+        error is computed over texts, or over blocks of queries of fewer than four texts. Kinds that are measured on
+        repeated random tokens are unknown in a census, and so are kinds whose statistic was not counted.
 
         Args:
             names: only these kinds; without names, all kinds.
@@ -660,6 +666,12 @@ class _CensusLayerSummary(RunningSummary):
     def sums(self) -> StatisticSums:
         """The sums of all rows."""
         return self.census.sums.rows(self.row_of_head)
+
+    @property
+    def blocks(self) -> Moments | None:
+        """The moments of value - chance over blocks of queries, (rows,) each; None if unknown."""
+        number, mean, squares = (column[self.row_of_head] for column in self.census.blocks)
+        return None if bool(number.isnan().any()) else (number, mean, squares)
 
     @property
     def _sums_of_queries(self) -> StatisticSums:

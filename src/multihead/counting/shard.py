@@ -26,6 +26,7 @@ from multihead.counting.tally import TOKENS_AFTER, TOKENS_BEFORE, CensusTally, L
 from multihead.models.loading import LoadedModel, silence_transformers, tokenize_texts
 from multihead.observation.layer_filter import LayerFilter
 from multihead.probes.probe import Probe
+from multihead.record.chance import MIN_OBSERVATIONS
 
 MAX_NAMED_ROWS = 20
 """Largest number of broken rows of a shard that are described in its problems; all broken rows are counted."""
@@ -226,6 +227,7 @@ def _shard_as_parquet(
             [_describe_example(pieces[each[1]], index, *each) for each in zip(*row, strict=True) if each[0] > -inf]
             for row in zip(*(column.tolist() for column in layer.strongest), strict=True)
         ]
-        tables.append(build_heads_table(rows, np.arange(len(rows)), layer.sums, bins, examples))
+        blocks = layer.blocks if layer.num_samples < MIN_OBSERVATIONS else None
+        tables.append(build_heads_table(rows, np.arange(len(rows)), layer.sums, blocks, bins, examples))
     table = pa.concat_tables(tables).combine_chunks()
     return table_to_parquet(table, {"plan": plan.id, "shard": index, **asdict(counts)})

@@ -223,7 +223,7 @@ class RunningSummary:
     _names: list[str] = field(default_factory=list)
     _bins: Tensor = field(default_factory=lambda: empty_histograms(0))
     _closed: StatisticSums = field(default_factory=lambda: StatisticSums.empty(0))  # without the means of open texts
-    _blocks: Moments = field(default_factory=lambda: _no_moments(0))  # of blocks of queries, of the first few texts
+    _blocks: Moments = field(default_factory=lambda: no_moments(0))  # of blocks of queries, of the first few texts
     _open: list[OpenTexts] = field(default_factory=list)
     _ended: list[OpenTexts] = field(default_factory=list)  # open ones that no later call continues
     _pending: list[_PendingRows] = field(default_factory=list)  # what `add` received and is not added yet
@@ -236,7 +236,7 @@ class RunningSummary:
         num_heads: int, num_samples: int, names: list[str], sums: StatisticSums, bins: Tensor, blocks: Moments | None
     ) -> RunningSummary:
         """Create a summary from what another one had; `blocks` are None if they are unknown."""
-        blocks = _no_moments(0) if blocks is None else blocks
+        blocks = no_moments(0) if blocks is None else blocks
         return RunningSummary(num_heads, num_samples, _names=names, _bins=bins, _closed=sums, _blocks=blocks)
 
     @property
@@ -407,13 +407,13 @@ class RunningSummary:
         old, self._names = self._bins, [*self._names, *names]
         rows, new = len(self._names) * self.num_heads, len(names) * self.num_heads
         self._bins = empty_histograms(rows, NUM_BINS if self.keeps_quantiles else 1).to(device)
-        empty, no_moments = StatisticSums.empty(new, device), _no_moments(new, device)
+        empty, new_blocks = StatisticSums.empty(new, device), no_moments(new, device)
         if len(old):
             place = old.nonzero().unbind(1)
             self._bins[place] = old[place]
             empty = StatisticSums.concatenate([self._closed, empty])
-            no_moments = concatenate_moments([self._blocks, no_moments])
-        self._closed, self._blocks = empty, no_moments
+            new_blocks = concatenate_moments([self._blocks, new_blocks])
+        self._closed, self._blocks = empty, new_blocks
 
     def _levels(self, chance: Mapping[str, Tensor], *, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return all chance levels, (levels, queries), and the index of each row's own, (rows,) int64, or -1."""
@@ -486,7 +486,7 @@ class RunningSummary:
         bins, sums, blocks = self.bins, self.sums, self.blocks
         place = bins.nonzero()
         state = {**self.__dict__, "_bins": (bins.shape, place, bins[tuple(place.unbind(1))])}
-        return state | {"_closed": sums, "_blocks": _no_moments(0) if blocks is None else blocks, "_open": []}
+        return state | {"_closed": sums, "_blocks": no_moments(0) if blocks is None else blocks, "_open": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the histograms from the bins that are not empty."""
@@ -502,9 +502,10 @@ def _with_texts(sums: StatisticSums, texts: OpenTexts) -> StatisticSums:
     return sums._replace(num_texts=moments[0], excess=moments[1], excess_squares=moments[2])
 
 
-def _no_moments(rows: int, device: torch.device | None = None) -> Moments:
-    zeros = torch.zeros(rows, dtype=torch.float64, device=device)
-    return zeros.long(), zeros, zeros
+def no_moments(rows: int, device: torch.device | None = None) -> Moments:
+    """Return the moments of no numbers in `rows` rows, (rows,) float64 each."""
+    number, mean, squares = torch.zeros(3, rows, dtype=torch.float64, device=device).unbind()
+    return number, mean, squares
 
 
 def _as_float(values: Tensor) -> Tensor:
