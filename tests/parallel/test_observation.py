@@ -125,7 +125,26 @@ def test_the_joined_record_of_tokens_is_that_of_one_process(
 
 
 def test_sums_of_ranks_are_those_of_one_process(four: Processes) -> None:
-    agree(four.results(reduced, "padded", "ring", "balanced", "summary")[0], one_process("padded", "summary"))
+    found = four.results(reduced, "padded", "ring", "balanced", "summary")[0]
+    agree(found, one_process("padded", "summary"))
+    with pytest.raises(ProbeError) as caught:  # a rank knows no chance of a text of which it has some tokens
+        found.kinds()
+    assert str(caught.value) == (
+        f"{found.layers[0].name} was summarised without chance levels, so no kinds of heads can be told. "
+        'Observe it again with keep="summary"; where a sequence is split over ranks, with keep="statistics", '
+        "and join the records with seen.reduce(group)."
+    )
+
+
+def kinds_of_joined_statistics(group: Any, rank: int) -> list[str]:
+    record = split(group, "padded", "ring", "balanced", "statistics").reduce(group)
+    return [] if record is None else [str(each) for each in record.kinds()]
+
+
+def test_the_kinds_of_heads_are_told_from_the_joined_statistics_of_ranks(four: Processes) -> None:
+    expected = [str(each) for each in one_process("padded", "statistics").kinds()]
+    assert expected
+    assert four.results(kinds_of_joined_statistics) == [expected, [], [], []]
 
 
 def of_short_texts(group: Any, layout: Any) -> tuple[Record, dict[str, float]]:

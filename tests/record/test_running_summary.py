@@ -388,7 +388,8 @@ def test_a_summary_without_chance_levels_says_so_and_has_no_column_of_kinds(tmp_
         record.kinds()
     assert str(caught.value) == (
         "layers.0 was summarised without chance levels, so no kinds of heads can be told. "
-        'Observe it again with keep="summary", or with keep="statistics" on one of several ranks.'
+        'Observe it again with keep="summary"; where a sequence is split over ranks, with keep="statistics", '
+        "and join the records with seen.reduce(group)."
     )
 
 

@@ -353,7 +353,8 @@ def layer_profiles(
             if not layer.has_kinds:
                 raise ProbeError(
                     f"{layer.name} was summarised without chance levels, so no kinds of heads can be told.",
-                    'Observe it again with keep="summary", or with keep="statistics" on one of several ranks.',
+                    'Observe it again with keep="summary"; where a sequence is split over ranks, with '
+                    'keep="statistics", and join the records with seen.reduce(group).',
                 )
             found.append(kinds_of_summary(layer, layer.running_summary, among))
             continue
