@@ -9,7 +9,8 @@ from itertools import pairwise
 from torch import Tensor
 
 from multihead.masks.positions import SampleSpan
-from multihead.models.generation import UNKNOWN_ID
+from multihead.models.generation import UNKNOWN_ID, GeneratedPass, GeneratedText, ReadRow
+from multihead.observation.measuring import TextInCall
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import RecordedCall, SampleRecord
 from multihead.record.text_rows import MeasuredRows, TextRows
@@ -32,6 +33,42 @@ class HeldPart:
     key_ids: Tensor | None
     call: RecordedCall | None
     measured: MeasuredRows | None
+
+
+def parts_of_rows(
+    read: GeneratedPass,
+    spans: Sequence[SampleSpan],
+    starts: Sequence[int],
+    *,
+    key_ids: Tensor | None,
+    cross_attention: bool,
+) -> list[tuple[ReadRow, TextInCall]]:
+    """Return the parts of each row of a pass that belong to a text or not, without rows that equal one before.
+
+    Args:
+        read: the pass.
+        spans: the queries and keys of each row in a call.
+        starts: per span the column of its first key.
+        key_ids: (rows, keys) int64, the ids of the keys of cross-attention; None if unknown.
+        cross_attention: whether the keys are another text.
+    """
+    found: list[tuple[ReadRow, TextInCall]] = []
+    for span, first_key in zip(spans, starts, strict=True):
+        if (row := read.rows.get(span.sample)) is None:
+            continue  # an equal row of the same prompt is held
+        tokens = read.ids[span.sample, row.padding :]
+        keys = None if bool((tokens == UNKNOWN_ID).any()) else tokens
+        if cross_attention:
+            keys = None if key_ids is None else key_ids[span.sample, slice(*span.keys)]
+        start = 0 if cross_attention else first_key - row.padding
+        parts = split_span(span, row.whole, cross_attention=cross_attention)
+        found += [(row, TextInCall(part, start, keys)) for part in parts]
+    return found
+
+
+def held_parts(text: GeneratedText, layer: str) -> list[HeldPart]:
+    """Return what is held of a layer's calls for a text that `generate` has returned, by the name of the layer."""
+    return [part for row, count in text.rows for part in row.held.get(layer, ()) if part.stop <= count]
 
 
 def split_span(span: SampleSpan, whole: int, *, cross_attention: bool) -> list[SampleSpan]:

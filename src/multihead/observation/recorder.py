@@ -34,9 +34,9 @@ from multihead.layer.sharding import RankHeads, rank_heads
 from multihead.masks.positions import SampleSpan
 from multihead.models import pretrained
 from multihead.models.coverage import whole_model_advice
-from multihead.models.generation import UNKNOWN_ID, GeneratedPass, GeneratedText, ReadRow
+from multihead.models.generation import GeneratedPass, GeneratedText
 from multihead.models.pretrained import KNOWN_TEXTS, WHOLE_MASK, InputTracker
-from multihead.observation.held import HeldPart, add_to_summary, append_parts, split_span
+from multihead.observation.held import HeldPart, add_to_summary, append_parts, held_parts, parts_of_rows
 from multihead.observation.host_copies import HostCopies
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import LayerNamer
@@ -678,17 +678,8 @@ class Recorder:
     ) -> None:
         """Measure the rows of a call of `generate`, and hold them until the texts that it returns are known."""
         layer, crosses, caller = state.layer, state.cross_attention, call.request.known_origin.layer
-        starts, texts = sample_spans.key_starts(state.offset).tolist(), list[tuple[ReadRow, TextInCall]]()
-        for span, first_key in zip(sample_spans.spans, starts, strict=True):
-            if (row := read.rows.get(span.sample)) is None:
-                continue  # an equal row of the same prompt is held
-            tokens = read.ids[span.sample, row.padding :]
-            keys = None if bool((tokens == UNKNOWN_ID).any()) else tokens
-            if crosses:
-                keys = None if ids.keys is None else ids.keys[span.sample, slice(*span.keys)]
-            start = 0 if crosses else first_key - row.padding
-            parts = split_span(span, row.whole, cross_attention=crosses)
-            texts += [(row, TextInCall(part, start, keys)) for part in parts]
+        starts = sample_spans.key_starts(state.offset).tolist()
+        texts = parts_of_rows(read, sample_spans.spans, starts, key_ids=ids.keys, cross_attention=crosses)
         found = None
         if layer.running_summary is None and not crosses:
             found = self._measurer_of(state).measure_texts(
@@ -713,10 +704,7 @@ class Recorder:
     def add_generated_texts(self, texts: list[GeneratedText]) -> None:
         """Add the texts that `generate` has returned, from what was held of its passes."""
         for name, layer in self._layers.items():
-            held: list[list[HeldPart]] = [
-                [part for row, count in text.rows for part in row.held.get(name, ()) if part.stop <= count]
-                for text in texts
-            ]
+            held = [held_parts(text, name) for text in texts]
             if not held or not all(held):
                 continue  # the layer is not recorded, or its queries are no tokens of these texts
             if layer.running_summary is not None:
