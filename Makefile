@@ -148,7 +148,7 @@ cuda:  ## on a machine with a GPU: questions, compile, contract, fuzz, measure; 
 # Triton is in a folder of its own, which only these targets see. CASES=200 draws more cases.
 gpu-code: $(LIBRARY) $(TESTS) $(TRITON)/ready  ## the code for GPUs without one: launches counted, kernels interpreted, the table of compiled ones up to date
 	$(BIN)/python -m pytest tests/simulated_gpu/test_counts.py $(PARALLEL)
-	MULTIHEAD_GPU_CODE=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/gpu_code $(PARALLEL)
+	MULTIHEAD_GPU_CODE=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/gpu_code $(PARALLEL) --dist worksteal
 
 # Each version of Triton is 1 GB; the tools that read the compiled code come with it.
 gpu-compile: $(LIBRARY) $(TRITON)/ready  ## compile the kernels for every GPU with the Triton of each supported torch; writes tools/on_gpu/compiled.json

@@ -45,11 +45,12 @@ class Sizes:
 
 
 @st.composite
-def sizes(draw: Draw, *, longest: int = 12, least: int = 1) -> Sizes:
+def sizes(draw: Draw, *, longest: int = 12, least: int = 1, most: int = 3) -> Sizes:
+    """Sizes with at most `most` samples, and heads of queries for each of keys."""
     kv_heads = draw(st.integers(1, 2))
     return Sizes(
-        batch=draw(st.integers(1, 3)),
-        heads=kv_heads * draw(st.integers(1, 3)),
+        batch=draw(st.integers(1, most)),
+        heads=kv_heads * draw(st.integers(1, most)),
         kv_heads=kv_heads,
         queries=draw(st.integers(least, longest)),
         keys=draw(st.integers(least, longest)),
@@ -136,13 +137,26 @@ class Drawn:
     query_start: int | str | Tensor
     options: dict[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """Describe the call in one line: the numbers of its tensors would take a hundred."""
+        layout = ", ".join(f"{name} {each.stride()}" for name, each in (("q", self.q), ("k", self.k), ("v", self.v)))
+        options = {name: value for name, value in self.options.items() if not isinstance(value, Tensor)}
+        tensors = [f"{name} {tuple(value.shape)}" for name, value in self.options.items() if isinstance(value, Tensor)]
+        start = self.query_start.tolist() if isinstance(self.query_start, Tensor) else self.query_start
+        return f"{self.size} {self.q.dtype} {self.mask} start {start} strides {layout} {options} {tensors}"
+
 
 @st.composite
 def calls(
-    draw: Draw, *, softcap: bool = True, longest: int = 12, dtypes: Sequence[torch.dtype] = tuple(DTYPES.values())
+    draw: Draw,
+    *,
+    softcap: bool = True,
+    longest: int = 12,
+    most: int = 3,
+    dtypes: Sequence[torch.dtype] = tuple(DTYPES.values()),
 ) -> Drawn:
     """An attention call: sizes, layout, dtype, mask and options."""
-    size = draw(sizes(longest=longest))
+    size = draw(sizes(longest=longest, most=most))
     dtype = draw(st.sampled_from(dtypes))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 9999)))
 
