@@ -37,7 +37,8 @@ from multihead.observation import host_copies
 from multihead.tensors import tracing
 from tests.simulated_gpu import operators, statistics_kernels
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps", 0)
+WIDE_DTYPES = (torch.float64, torch.complex128)
 # Operators that launch nothing: views, and memory that is allocated and not written.
 NO_LAUNCH = {
     *("view", "_unsafe_view", "expand", "slice", "select", "unsqueeze", "squeeze", "transpose", "permute", "alias"),
@@ -77,8 +78,11 @@ class OnGpu(Tensor):
     def of(values: Tensor) -> OnGpu:
         if isinstance(values, OnGpu):
             return values
+        device = _gpu().device
+        if device == MPS and values.dtype in WIDE_DTYPES:
+            raise TypeError(f"Cannot convert a MPS Tensor to {values.dtype}, which the MPS framework doesn't support.")
         layout = {"strides": values.stride(), "storage_offset": values.storage_offset(), "dtype": values.dtype}
-        found = Tensor._make_wrapper_subclass(OnGpu, values.size(), **layout, device=CUDA)
+        found = Tensor._make_wrapper_subclass(OnGpu, values.size(), **layout, device=device)
         found.values = values
         return found
 
@@ -87,7 +91,7 @@ class OnGpu(Tensor):
         return self.values.tolist()
 
     def numpy(self, **_: Any) -> Any:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
 
     def __repr__(self, **_: Any) -> str:
         return f"OnGpu({self.values!r})"
@@ -114,7 +118,8 @@ def to_cpu(value: Any) -> Any:
 class Gpu:
     """The simulated GPU: runs operators, and counts them."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CUDA) -> None:
+        self.device = device
         self.counts = Counts()
         self.waiting_is_an_error = False
         self.captured: list[tuple[Callable[[], Any], Any]] | None = None
@@ -130,7 +135,7 @@ class Gpu:
         leaves = [*_leaves(args), *_leaves(kwargs.values())]
         device = kwargs.get("device")
         # The device "cuda" without a number gets the type that `_device_guard` names.
-        to_device = device is not None and torch.device(device).type in ("cuda", "meta")
+        to_device = device is not None and torch.device(device).type in (self.device.type, "meta")
         if not to_device and not any(builtins.type(leaf) is OnGpu for leaf in leaves):
             return func(*args, **kwargs)
         name = _name_of(func)
@@ -279,7 +284,8 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
         "CUDAGraph": _Graph,
     }
     for name, value in of_cuda.items():
-        yield mock.patch.object(torch.cuda, name, value)
+        if gpu.device == CUDA:
+            yield mock.patch.object(torch.cuda, name, value)
     yield mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True)
     yield mock.patch.object(torch, "tensor", _made_by(torch.tensor))
     yield mock.patch.object(torch, "as_tensor", _made_by(torch.as_tensor))
@@ -327,9 +333,8 @@ def _made_by(make: Callable[..., Tensor]) -> Callable[..., Any]:
 
     def made(data: Any, *args: Any, device: Any = None, **options: Any) -> Any:
         if isinstance(data, OnGpu):
-            dtype = options.get("dtype")
-            return data if dtype in (None, data.dtype) else data.to(dtype)
-        if device is None or torch.device(device).type != "cuda":
+            return data.to(device or data.device, options.get("dtype") or data.dtype)
+        if device is None or torch.device(device).type != _gpu().device.type:
             return make(data, *args, device=device, **options)
         _gpu().counts.copies[make.__name__] += 1
         return OnGpu.of(make(data, *args, **options))
@@ -419,16 +424,16 @@ def skip_where_not_simulated(*, module: bool = False) -> None:
 
 
 @contextmanager
-def simulated_gpu() -> Iterator[Gpu]:
-    """Simulate a GPU in this context; not where there is a real one."""
+def simulated_gpu(device: torch.device = CUDA) -> Iterator[Gpu]:
+    """Simulate a GPU in this context, MPS without float64; not where there is a real one."""
     assert not torch.cuda.is_available(), "There is a GPU here."
     # The compiler keeps a table of PyTorch's functions, which must be made of those that are not replaced here.
     importlib.import_module("torch._dynamo.variables.torch")
     importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
-    gpu = Gpu()
+    gpu = Gpu(device)
     patches = list(_patches(gpu))
     _drop_caches()
-    with mock.patch.object(sys.modules[__name__], "_active", [gpu]), _device_guard():
+    with mock.patch.object(sys.modules[__name__], "_active", [gpu]), _device_guard(device):
         for patch in patches:
             patch.start()
         try:
@@ -441,21 +446,21 @@ def simulated_gpu() -> Iterator[Gpu]:
 
 
 @contextmanager
-def _device_guard() -> Iterator[None]:
-    """Register the guard of the device "meta", which does nothing, for CUDA.
+def _device_guard(device: torch.device) -> Iterator[None]:
+    """Register the guard of the device "meta", which does nothing, for a simulated one.
 
-    Indexing, for one, sets the current device by a guard, and a build for the CPU has none for CUDA. The registry is an
-    array of pointers in libc10, by the numbers of c10::DeviceType.
+    Indexing, for one, sets the current device by a guard, and a build for the CPU has none for others. The registry is
+    an array of pointers in libc10, by the numbers of c10::DeviceType.
     """
-    cuda, meta = 1, 14
+    number, meta = {"cuda": 1, "mps": 13}[device.type], 14
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     registry = (ctypes.c_void_p * (meta + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    before = registry[cuda]
-    registry[cuda] = registry[meta]
+    before = registry[number]
+    registry[number] = registry[meta]
     try:
         yield
     finally:
-        registry[cuda] = before
+        registry[number] = before
 
 
 def _drop_caches() -> None:

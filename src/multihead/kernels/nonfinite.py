@@ -25,6 +25,7 @@ from multihead.kernels.call import AttentionRequest, AttentionResult
 from multihead.kernels.dense_tile import visible_cells, working_dtype
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import Bias, bias_tile, values_of, with_values
+from multihead.tensors.precision import widest_float
 from multihead.tensors.shapes import consecutive_slices
 from multihead.tensors.tracing import can_read_values
 
@@ -75,9 +76,10 @@ def hides_padding(request: AttentionRequest) -> bool:
 
 def _has_nonfinite(tensor: Tensor) -> Tensor:
     """Return which rows of (batch, heads, length, dim) hold NaN or inf, by their sums: (batch, heads, length) bool."""
-    if tensor.dtype == torch.float64:
+    widest = widest_float(tensor.device)
+    if tensor.dtype == widest:
         return ~tensor.detach().isfinite().all(-1)
-    wide = torch.float64 if tensor.dtype == torch.float32 else torch.float32
+    wide = widest if tensor.dtype == torch.float32 else torch.float32
     return ~tensor.detach().sum(-1, dtype=wide).isfinite()
 
 

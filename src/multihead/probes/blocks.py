@@ -26,10 +26,11 @@ from multihead.probes.tile import (
     has_large_logsumexp,
     head_indices,
     logsumexp_of_rows,
-    request_in_float64,
     score_base,
+    widen_request,
 )
 from multihead.scores.bias import bias_tile, slice_bias, values_of
+from multihead.tensors.precision import widen, widest_float
 from multihead.tensors.shapes import consecutive_slices, index_axes
 from multihead.tensors.tracing import is_traced
 
@@ -101,7 +102,8 @@ def sum_weights_over_blocks(
         raise ArgumentError(f"block is {block}.", "Give the numbers of queries and keys per block, at least 1 each.")
     chosen = head_indices(heads, request.shape.num_heads).to(request.shape.device)
     size = [-(-(last - first) // each) for (first, last), each in zip((rows, columns), block, strict=True)]
-    sums = torch.zeros(len(chosen), *size, dtype=torch.float64, device=request.shape.device)
+    device = request.shape.device
+    sums = torch.zeros(len(chosen), *size, dtype=widest_float(device), device=device)
     found = BlockSums(sums, torch.zeros_like(sums, dtype=torch.int64))
     if not found.sums.numel():
         return found
@@ -128,7 +130,7 @@ def sum_weights_over_blocks(
             row = logsumexp[:, chosen, slice(*strip)].to(working_dtype(request.shape.dtype))
             if exact:
                 row = logsumexp_of_rows(request, row, totals, chosen, slice(*strip), base)
-                part = request_in_float64(part)
+                part = widen_request(part)
                 if base is not None:
                     part = _subtract_base_from_bias(part, base[:, chosen, slice(*strip)])
             of_strip = _sum_strip(part, shown, cells, row, block)
@@ -217,7 +219,7 @@ def _sum_strip(
         column_blocks = -(-shape.key_length // block[1])
         counts = count_cells_of_intervals(shown.start[0], shown.stop[0], column_blocks, block)[None]
     else:
-        counts = sum_over_blocks(cells[0].double(), block).long()
+        counts = sum_over_blocks(widen(cells[0]), block).long()
         part = replace(part, mask=Keep(cells))
         shown = replace(shown, remainder=part.mask)
     counts = counts.expand(shape.num_heads, -1, -1)
@@ -225,7 +227,7 @@ def _sum_strip(
     if num_scores > MIN_NATIVE_SCORES and not is_traced() and kernel.refusal(part, shown) is None:
         _, sums = sum_weights_per_key(part, shown, logsumexp, cell=block)
         if sums is not None:
-            return BlockSums(sums[0].double(), counts)
+            return BlockSums(widen(sums[0]), counts)
     return BlockSums(_sum_strip_in_torch(part, shown, logsumexp, block), counts)
 
 
@@ -240,5 +242,5 @@ def _sum_strip_in_torch(part: AttentionRequest, shown: KeyBounds, logsumexp: Ten
         row = logsumexp[:, :, rows, None]  # (1, heads, rows, 1)
         counted = inside[:, None] & visible_cells(part, rows) & (row != -torch.inf) & ~row.isnan()
         weights = (scores(part, rows) - row).exp_().masked_fill_(~counted, 0)
-        found.append(sum_over_blocks(weights[0].double(), block))
+        found.append(sum_over_blocks(widen(weights[0]), block))
     return torch.cat(found, 1)

@@ -31,6 +31,7 @@ from multihead.probes.context import ProbeContext
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.pooling import cell_of_map
 from multihead.probes.probe import Probe
+from multihead.tensors.precision import widen
 from multihead.tensors.tracing import is_traced
 
 
@@ -86,7 +87,7 @@ def _measure_received_and_map(call: MeasuredCall, *, mapped: bool) -> dict[PartN
     received, sums = sum_weights_per_key(call.request, call.bounds, call.logsumexp.float(), cell=cell)
     found: dict[PartName, Tensor] = {"received": received}
     if sums is not None:
-        found["pooled_map"] = sums.double()
+        found["pooled_map"] = widen(sums)
         for sample in range(shape.batch):
             pooled = replace(call.empty_map(shape.num_heads), sums=found["pooled_map"][sample])
             pooled.count_visible_cells(call.request, call.bounds, sample)

@@ -16,7 +16,7 @@ from multihead.kernels.plan.bounds import bounds_of
 from multihead.masks.base import KeyBounds
 from multihead.probes.context import ProbeContext
 from multihead.probes.pooling import PooledMap
-from multihead.probes.tile import RowLogsumexps, has_large_logsumexp, logsumexp_of_rows, request_in_float64, score_base
+from multihead.probes.tile import RowLogsumexps, has_large_logsumexp, logsumexp_of_rows, score_base, widen_request
 from multihead.scores.bias import RelativeBias, index_bias
 from multihead.tensors.shapes import consecutive_slices
 
@@ -53,7 +53,7 @@ class MeasuredCall:
         if base is not None or (logsumexp.dtype != torch.float64 and has_large_logsumexp(logsumexp)):
             heads = torch.arange(request.shape.num_heads, device=request.shape.device)
             logsumexp = logsumexp_of_rows(request, logsumexp, RowLogsumexps(), heads, slice(None), base)
-            request = request_in_float64(request)
+            request = widen_request(request)
         return MeasuredCall(request, bounds, logsumexp, context, result, base)
 
     @property

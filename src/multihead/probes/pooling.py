@@ -10,6 +10,7 @@ from torch import Tensor
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import visible_cells
 from multihead.masks.base import KeyBounds
+from multihead.tensors.precision import widen, widest_float
 from multihead.tensors.shapes import consecutive_slices, index_axes
 
 MAX_INTERVALS_AT_ONCE = 1 << 22  # queries x column blocks per step if cells are counted from intervals
@@ -44,7 +45,7 @@ class PooledMap:
         """Create an empty map of at most size x size blocks, all of equal size except the last ones."""
         row_block, column_block = cell_of_map(queries, keys, size)
         rows, columns = -(-queries // row_block), -(-keys // column_block)
-        sums = torch.zeros(heads, rows, columns, dtype=torch.float64, device=device)
+        sums = torch.zeros(heads, rows, columns, dtype=widest_float(device), device=device)
         return PooledMap(sums, torch.zeros_like(sums), torch.full_like(sums, -torch.inf), row_block, column_block)
 
     def sum_row_blocks(self, cells: Tensor, rows: slice) -> Tensor:
@@ -58,7 +59,7 @@ class PooledMap:
         by_row_block = self.sum_row_blocks(weights, rows)
         first = rows.start // self.row_block
         block = torch.arange(*columns, device=weights.device) // self.column_block
-        self.sums[:, first : first + by_row_block.shape[1]].index_add_(2, block, by_row_block.double())
+        self.sums[:, first : first + by_row_block.shape[1]].index_add_(2, block, widen(by_row_block))
 
     def update_maxima(self, weights: Tensor, shown: Tensor | None, rows: slice, columns: tuple[int, int]) -> None:
         """Update the largest weight of each block with the weights of a tile.
@@ -74,7 +75,7 @@ class PooledMap:
         cells = _block_maxima(_block_maxima(weights, 2, columns[0], self.column_block), 1, rows.start, self.row_block)
         row, column = rows.start // self.row_block, columns[0] // self.column_block
         place = (slice(None), slice(row, row + cells.shape[1]), slice(column, column + cells.shape[2]))
-        self.largest[place] = self.largest[place].maximum(cells.double())
+        self.largest[place] = self.largest[place].maximum(widen(cells))
 
     def count_visible_cells(
         self, request: AttentionRequest, bounds: KeyBounds, sample: int, *, heads: slice = slice(None)
@@ -94,7 +95,7 @@ class PooledMap:
         """Add the visible cells of some rows, given as (heads or 1, rows, keys) bool, to the counts."""
         first = rows.start // self.row_block
         block = torch.arange(shown.shape[2], device=shown.device) // self.column_block
-        counted = self.sum_row_blocks(shown.float(), rows).double()
+        counted = widen(self.sum_row_blocks(shown.float(), rows))
         target = slice(first, first + counted.shape[1])
         self.counts[:, target].index_add_(2, block, counted.expand(self.counts.shape[0], -1, -1))
 

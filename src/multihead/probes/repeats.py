@@ -14,6 +14,7 @@ from multihead.kernels.parts import PartName
 from multihead.probes.measured_call import MeasuredCall
 from multihead.scores.bias import RelativeBias
 from multihead.scores.terms import apply_softcap
+from multihead.tensors.precision import widen
 
 MAX_WEIGHTS_AT_ONCE = 1 << 19  # weights that are computed at once, over all heads
 # Part -> offset of the keys that it counts from an earlier occurrence of the query's token.
@@ -75,7 +76,7 @@ def _group_by_token(ids: Tensor, positions: Tensor) -> Iterator[_TokenGroup]:
     repeating = (inside & (rank[place] > 0)).nonzero()[:, 0]  # queries whose token has occurred before
     of_query = token[place[repeating]]
     number = of_query.bincount(minlength=len(count))
-    size = 2 ** torch.ceil(count.double().log2()).long()
+    size = 2 ** torch.ceil(widen(count).log2()).long()
     by_token = repeating[of_query.argsort(stable=True)]
     number_begin = number.cumsum(0) - number
     for most in size[number > 0].unique().tolist():

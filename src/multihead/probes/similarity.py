@@ -11,6 +11,7 @@ from multihead.errors import ArgumentError, ShapeError
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import without_autocast
 from multihead.probes.tile import head_indices, tile
+from multihead.tensors.precision import widen, widest_float
 from multihead.tensors.shapes import consecutive_slices
 
 MAX_WEIGHTS_AT_ONCE = 1 << 21  # maximum number of weights of pairs of heads that are compared at once
@@ -65,7 +66,7 @@ def divergence(
         raise ArgumentError(f"queries runs backwards by {-rows.step}.", "Give a slice whose step is positive.")
     if not rows:
         raise ArgumentError(f"queries is {queries!r}, which selects no query.", "Give a slice that selects some.")
-    total = torch.zeros(len(first), len(second), dtype=torch.float64, device=device)
+    total = torch.zeros(len(first), len(second), dtype=widest_float(device), device=device)
     count = torch.zeros_like(total)
     step = max(1, MAX_WEIGHTS_AT_ONCE // (request.shape.key_length * (len(first) + len(second))))
     with torch.no_grad(), without_autocast(device):
@@ -115,7 +116,7 @@ def entropy_of(weights: Tensor) -> Tensor:
     """
     # The clamp gives 0 ln 0 = 0; torch.special.entr is several times slower.
     logs = weights.clamp(min=torch.finfo(weights.dtype).tiny).log_()
-    return -(logs * weights).sum(-1).double()
+    return -widen((logs * weights).sum(-1))
 
 
 def _check_same_lengths(request: AttentionRequest, other: AttentionRequest) -> None:

@@ -21,6 +21,7 @@ from multihead.kernels.parts import PartName
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.repeats import KEY_SHIFTS
 from multihead.scores.bias import index_bias
+from multihead.tensors.precision import widen, widest_float
 from multihead.tensors.shapes import consecutive_slices, index_axes
 
 TILE_QUERIES = 64  # queries per tile
@@ -81,8 +82,8 @@ class DistanceMoments:
         half = (KEYS_PER_GROUP - 1) / 2
         about = torch.arange(KEYS_PER_GROUP, device=weights.device, dtype=weights.dtype) - half
         parts = weights.unflatten(-1, (-1, KEYS_PER_GROUP))  # (heads, rows, parts, GROUP)
-        mass, once, twice = parts.sum(-1).double(), (parts @ about).double(), (parts @ about.square()).double()
-        number = torch.arange(parts.shape[2], device=weights.device, dtype=torch.float64)
+        mass, once, twice = widen(parts.sum(-1)), widen(parts @ about), widen(parts @ about.square())
+        number = torch.arange(parts.shape[2], device=weights.device, dtype=widest_float(weights.device))
         middles = number * KEYS_PER_GROUP + half
         whole = mass.sum(-1)
         mean = (mass * middles + once).sum(-1) / _zeros_to_ones(whole)  # counted from the first key
@@ -94,7 +95,7 @@ class DistanceMoments:
             # For a spread below one token this difference cancels, so its squares are summed about the mean itself.
             key = torch.arange(weights.shape[-1], device=weights.device, dtype=weights.dtype)
             apart = key - mean[sharp][:, None].to(weights.dtype)
-            squares[sharp] = torch.linalg.vecdot(weights[sharp], apart.square_()).double()
+            squares[sharp] = widen(torch.linalg.vecdot(weights[sharp], apart.square_()))
         self._join_sums(whole, side * (positions - first - mean), squares)
 
     def _add_any_keys(self, weights: Tensor, positions: Tensor, columns: tuple[int, int]) -> None:
@@ -103,7 +104,7 @@ class DistanceMoments:
         mass, once = weights.sum(-1), torch.linalg.vecdot(weights, distance)  # (heads, rows)
         mean = once / _zeros_to_ones(mass)
         squares = torch.linalg.vecdot((distance - mean[..., None]).square_(), weights)
-        self._join_sums(mass.double(), mean.double(), squares.double())
+        self._join_sums(widen(mass), widen(mean), widen(squares))
 
     def _join_sums(self, mass: Tensor, mean: Tensor, squares: Tensor) -> None:
         """Merge a tile, given its mass, its mean distance and its squares about this mean; (heads, rows) each."""
@@ -186,7 +187,7 @@ def measure_in_tiles(
     shape = call.request.shape
 
     def zeros(*size: int) -> Tensor:
-        return torch.zeros(shape.batch, shape.num_heads, *size, dtype=torch.float64, device=shape.device)
+        return torch.zeros(shape.batch, shape.num_heads, *size, dtype=widest_float(shape.device), device=shape.device)
 
     needed = set(parts)
     for measured_together in (_LARGEST_PARTS, _DISTANCE_PARTS):
@@ -270,7 +271,7 @@ def _measure_group(
     for rows in consecutive_slices(shape.query_length, _tile_size(shape.device)[0]):
         place = (group.sample, group.heads, rows)
         sums = {part: found[part][place] for part in found.keys() & _PER_QUERY_PARTS}  # views of `found`
-        moments = DistanceMoments.zero(call.logsumexp[place].double()) if "mean_distance" in sums else None
+        moments = DistanceMoments.zero(widen(call.logsumexp[place])) if "mean_distance" in sums else None
         for tile in _tiles_of_rows(call, group, rows):
             _add_to_sums(call, tile, sums, moments)
             if columns is not None and weighted_sums is not None:
@@ -387,7 +388,7 @@ def _update_largest(largest: Tensor, largest_key: Tensor, tile: _Tile) -> None:
         logs = logs.masked_fill(~tile.visible_cells, -torch.inf)
     value, key = _largest_and_index(logs)
     larger = value > largest
-    largest.copy_(torch.where(larger, value.double(), largest))
+    largest.copy_(torch.where(larger, widen(value), largest))
     largest_key.copy_(torch.where(larger, key + tile.columns[0], largest_key))
 
 

@@ -29,6 +29,7 @@ from multihead.kernels.call import AttentionRequest
 from multihead.kernels.dense_tile import scores, select_request_heads, visible_cells, without_autocast, working_dtype
 from multihead.kernels.plan.bounds import bounds_of
 from multihead.scores.bias import bias_tile, values_of, with_values
+from multihead.tensors.precision import widen, widest_float
 from multihead.tensors.shapes import consecutive_slices, index_axes
 from multihead.tensors.tracing import is_traced
 
@@ -65,7 +66,7 @@ class RowLogsumexps:
         if self._logsumexps is None:
             shape = request.shape
             size = (shape.batch, shape.num_heads, shape.query_length)
-            self._logsumexps = torch.full(size, torch.nan, dtype=_most_precise_dtype(shape.device), device=shape.device)
+            self._logsumexps = torch.full(size, torch.nan, dtype=widest_float(shape.device), device=shape.device)
         known = self._logsumexps[:, heads, rows]
         if bool(known.isnan().any()):
             known = _logsumexp_block_by_block(request, heads, rows, base)
@@ -176,7 +177,7 @@ def score_base(request: AttentionRequest, logsumexp: Tensor) -> Tensor | None:
         bias = bias_tile(request.bias, request.shape, rows, slice(None)).detach()
         largest = bias.masked_fill(~visible_cells(request, rows), -torch.inf).amax(-1)
         found.append(largest.expand_as(huge[:, :, rows]))
-    return torch.cat(found, 2).to(_most_precise_dtype(huge.device)).masked_fill(~huge, 0)
+    return torch.cat(found, 2).to(widest_float(huge.device)).masked_fill(~huge, 0)
 
 
 def is_finite_and_small(logsumexp: Tensor) -> bool:
@@ -194,17 +195,17 @@ def has_large_logsumexp(logsumexp: Tensor) -> bool:
     return bool((logsumexp.abs() > LARGE_LOGSUMEXP).logical_and(logsumexp.isfinite()).any())
 
 
-def request_in_float64(request: AttentionRequest) -> AttentionRequest:
-    """Convert all tensors of a call to float64."""
+def widen_request(request: AttentionRequest) -> AttentionRequest:
+    """Convert all tensors of a call to float64, or to float32 if its device does not support float64."""
     bias, sinks = request.bias, request.sinks
     return replace(
         request,
-        q=request.q.double(),
-        k=request.k.double(),
-        v=request.v.double(),
-        shape=request.shape._replace(dtype=torch.float64),
-        bias=None if bias is None else with_values(bias, values_of(bias).double()),
-        sinks=None if sinks is None else sinks.double(),
+        q=widen(request.q),
+        k=widen(request.k),
+        v=widen(request.v),
+        shape=request.shape._replace(dtype=widest_float(request.shape.device)),
+        bias=None if bias is None else with_values(bias, widen(values_of(bias))),
+        sinks=None if sinks is None else widen(sinks),
     )
 
 
@@ -217,7 +218,7 @@ def _subtract_base_from_scores(
         (batch, heads, queries, keys), -inf where hidden; and a bool tensor that broadcasts to it, True = visible, or
         None if all cells are visible.
     """
-    precise = _most_precise_dtype(request.shape.device)
+    precise = widest_float(request.shape.device)
     # q and k are sliced before heads are selected, because selecting copies, and a tile is smaller than all keys.
     q, k = request.q[:, :, queries], request.k[:, :, keys]
     narrow = select_request_heads(replace(request, q=q, k=k, v=k, bias=None), heads)
@@ -317,11 +318,6 @@ def _computed_or_recorded_logsumexp(
         size = q.norm(dim=-1) * norms.amax(-1, keepdim=True) * abs(request.scale)
         near = apart <= rounding * (1 + recorded.abs() + size)
     return torch.where(near, own, relative)
-
-
-def _most_precise_dtype(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 if the device does not support float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _slice_of_range(places: range) -> slice:

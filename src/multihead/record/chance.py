@@ -41,6 +41,7 @@ from multihead.probes.probe import Probe, Statistic
 from multihead.probes.statistics import possible_probes
 from multihead.record.sample import SampleRecord
 from multihead.scores.bias import values_of, with_values
+from multihead.tensors.precision import widest_float
 from multihead.tensors.shapes import consecutive_slices
 
 BLOCKS_PER_TEXT = 8
@@ -233,7 +234,7 @@ def _measure_chance_levels_of_sample(
         chosen = possible_probes(probes, request, context, has_values=False)
         for part in _split_queries(request):
             found = measure_request(part, chosen, context)
-            parts.append({name: value[0].double().cpu() for name, value in found.items()})
+            parts.append({name: value[0].cpu().double() for name, value in found.items()})
             done += part.shape.query_length
             if progress is not None:
                 progress(done, sample.num_queries)
@@ -252,7 +253,7 @@ def with_zero_scores(request: AttentionRequest, before: int = 0, *, exact: bool)
     mask, shape = request.mask, request.shape
     if before:  # dropped keys are inserted as hidden keys, so that positions are right
         mask = mask.after_dropping_keys(-before) & Chunks((before, shape.key_length))
-    dtype = torch.float64 if exact and shape.device.type != "mps" else torch.float32
+    dtype = widest_float(shape.device) if exact else torch.float32
     bias = None
     if request.bias is not None and bool((hides := values_of(request.bias) == -torch.inf).any()):
         hidden = torch.zeros(hides.shape, dtype=dtype, device=hides.device).masked_fill_(hides, -torch.inf)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multihead.tensors.precision import widest_float
+
 # Tables start at position 0 and double their length as they grow, up to this many positions; of larger positions only
 # the last range is cached.
 MAX_POSITIONS = 65_536
@@ -28,11 +30,6 @@ class RotationFactors(NamedTuple):
     cosine: Tensor
     sine: Tensor
     from_table: bool
-
-
-def angle_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which angles are computed on a device: float64, or float32 if it lacks float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def compute_rotation_factors(angles: Tensor, gain: float, dtype: torch.dtype, *, interleaved: bool) -> RotationFactors:
@@ -131,7 +128,7 @@ class RotationTables:
     ) -> None:
         self._frequencies, self._gain, self._interleaved = np.array(frequencies), gain, interleaved
         self._dtype, self._device, self._lock = dtype, device, Lock()
-        self.frequencies = self._to_tensor(self._frequencies, angle_dtype(device))  # (pairs,)
+        self.frequencies = self._to_tensor(self._frequencies, widest_float(device))  # (pairs,)
         self._cached_range: _PositionRange | None = None
         # The last requested range: in decoding all layers request the same positions.
         self._last_range: _PositionRange | None = None

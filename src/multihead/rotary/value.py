@@ -20,11 +20,11 @@ from multihead.errors.arguments import check_integer
 from multihead.rotary.factors import (
     RotationFactors,
     RotationTables,
-    angle_dtype,
     compute_rotation_factors,
     rotate_columns,
 )
 from multihead.rotary.scalings import Linear, Llama3, Yarn, check_above, frequencies_of
+from multihead.tensors.precision import widest_float
 from multihead.tensors.shapes import describe_type
 from multihead.tensors.tracing import is_intercepted, is_traced
 
@@ -183,7 +183,7 @@ class Rotary:
                 return factors
             frequencies = tables.frequencies
         else:
-            frequencies = torch.tensor(self.frequencies(dim), dtype=angle_dtype(device), device=device)
+            frequencies = torch.tensor(self.frequencies(dim), dtype=widest_float(device), device=device)
         if not isinstance(positions, Tensor):
             positions = torch.arange(x.shape[2], device=device) + positions
         angles = positions[..., None] * frequencies  # (batch or none, length, pairs)
