@@ -50,12 +50,48 @@ class _PictureGrid:
     start: int
     groups: Tensor
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns that hold the cells of every view."""
+        rows, columns = (self.cell.amax(0).clamp(min=0) + 1).tolist()
+        return rows, columns
+
     def of_queries(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the steps from some queries to the keys, (rows, keys, 2) int64, and which are of the same view."""
         queries = slice(rows.start + self.start, rows.stop + self.start)
         steps = self.cell - self.cell[queries, None]
         same = (self.view == self.view[queries, None]) & (self.view[queries, None] != _NO_VIEW)
         return steps, same
+
+    def keys_at(self, step: Tensor, queries: int) -> Tensor:
+        """Return the key at a step, (2,), from each of the first queries: (queries,) int64, -1 where there is none."""
+        size, placed = torch.tensor(self.size), self.view != _NO_VIEW
+        table = torch.full((int(self.view.max()) + 1, *size.tolist()), -1)
+        table[self.view[placed], *self.cell[placed].unbind(1)] = placed.nonzero()[:, 0]
+        own = slice(self.start, self.start + queries)
+        cell = self.cell[own] + step
+        inside = placed[own] & ((cell >= 0) & (cell < size)).all(1)
+        found = table[self.view[own].clamp(min=0), *cell.clamp(min=0).minimum(size - 1).unbind(1)]
+        return found.masked_fill(~inside, -1)
+
+    def add_steps(self, sums: Tensor, weights: Tensor, rows: slice) -> None:
+        """Add the weights of some queries, (heads, rows, keys), to `sums` by their step: (heads, 2 R - 1, 2 C - 1).
+
+        R and C are the `size`, and the step 0 is in the middle.
+        """
+        height, width = self.size
+        queries = torch.arange(rows.start, rows.stop) + self.start
+        for view in range(int(self.view.max()) + 1):
+            keys = (self.view == view).nonzero()[:, 0]
+            own = (self.view[queries] == view).nonzero()[:, 0]
+            if not len(own):
+                continue
+            flat = self.cell[keys, 0] * width + self.cell[keys, 1]
+            on_grid = weights.new_zeros(len(weights), len(own), height * width)
+            on_grid.index_add_(2, flat, weights[:, own][..., keys])
+            for index, (row, column) in enumerate(self.cell[queries[own]].tolist()):
+                to = sums[:, height - 1 - row : 2 * height - 1 - row, width - 1 - column : 2 * width - 1 - column]
+                to += on_grid[:, index].unflatten(1, (height, width))
 
 
 def change_statistics(
@@ -130,34 +166,31 @@ def _measure(
     Returns:
         name -> (heads, queries) float64; and rows and columns of the steps, (heads, 2) int64.
     """
-    distances, neighbours, groups = [], [], []
+    found = []
     share_of = {probe.name: (grid.groups == number) for number, probe in enumerate(_MASS_OF_GROUP)}
     members = torch.stack([*share_of.values()], 1).double()  # (keys, groups)
-    reach = grid.cell.amax(0).clamp(min=0) + 1
-    width = 2 * int(reach[1]) + 1
-    counts: Tensor | None = None
+    height, width = grid.size
+    sums: Tensor | None = None
     for rows in _strips(sample):
         weights = weights_of(rows).double()
         steps, same = grid.of_queries(rows)
-        of_view = weights * same
-        total = of_view.sum(-1)
-        length = steps.double().square().sum(-1).sqrt()
-        distances.append((of_view * length).sum(-1) / torch.where(total > 0, total, 1.0))
-        neighbours.append((of_view * (steps.abs().amax(-1) <= 1)).sum(-1))
-        groups.append(weights @ members)
+        of_view = (
+            torch.stack([same, steps.double().square().sum(-1).sqrt(), steps.abs().amax(-1) <= 1], -1) * same[..., None]
+        )
+        of_query = (weights.transpose(0, 1) @ of_view).transpose(0, 1)  # (heads, rows, 3)
+        found.append(torch.cat([of_query, weights @ members], -1))
         if counts_offsets:
-            index = ((steps[..., 0] + reach[0]) * width + steps[..., 1] + reach[1]).clamp(min=0)
-            counts = weights.new_zeros(len(weights), (2 * int(reach[0]) + 1) * width) if counts is None else counts
-            counts.index_add_(1, index.masked_fill(~same, 0).flatten(), of_view.flatten(1))
+            sums = weights.new_zeros(len(weights), 2 * height - 1, 2 * width - 1) if sums is None else sums
+            grid.add_steps(sums, weights, rows)
     offsets = torch.zeros(sample.num_heads, 2, dtype=torch.int64)
-    if counts is not None:
-        counts[:, int(reach[0]) * width + int(reach[1])] = 0  # a head that reads itself has a kind of its own
-        best = counts.argmax(1)
-        offsets = torch.stack([best // width - reach[0], best % width - reach[1]], 1)
-    shares = torch.cat(groups, 1).unbind(-1)
+    if sums is not None:
+        sums[:, height - 1, width - 1] = 0  # a head that reads itself has a kind of its own
+        best = sums.flatten(1).argmax(1)
+        offsets = torch.stack([best // (2 * width - 1) - height + 1, best % (2 * width - 1) - width + 1], 1)
+    total, lengths, neighbours, *shares = torch.cat(found, 1).unbind(-1)
     return {
-        PATCH_DISTANCE.name: torch.cat(distances, -1),
-        NEIGHBOUR_MASS.name: torch.cat(neighbours, -1),
+        PATCH_DISTANCE.name: lengths / torch.where(total > 0, total, 1.0),
+        NEIGHBOUR_MASS.name: neighbours,
         **{name: share for (name, own), share in zip(share_of.items(), shares, strict=True) if bool(own.any())},
     }, offsets
 
@@ -165,16 +198,9 @@ def _measure(
 def _weights_at_offsets(sample: SampleRecord, grid: _PictureGrid, offsets: Tensor) -> Tensor:
     """Return the weight of each query on the key at its head's step, (heads, 2): (heads, queries) float64."""
     found = torch.zeros(sample.num_heads, sample.num_queries, dtype=torch.float64)
-    cells = zip(grid.view.tolist(), grid.cell.tolist(), strict=True)
-    place = {(view, *cell): key for key, (view, cell) in enumerate(cells)}
-    queries = range(grid.start, grid.start + sample.num_queries)
-    for offset in offsets.unique(dim=0).tolist():
-        keys = torch.full((sample.num_queries,), -1)
-        for row, query in enumerate(queries):
-            view, (first, second) = int(grid.view[query]), grid.cell[query].tolist()
-            if view != _NO_VIEW:
-                keys[row] = place.get((view, first + offset[0], second + offset[1]), -1)
-        heads = (offsets == torch.tensor(offset)).all(1)
+    for offset in offsets.unique(dim=0):
+        keys = grid.keys_at(offset, sample.num_queries)
+        heads = (offsets == offset).all(1)
         for segment in sample.segments:
             rows = slice(segment.row_start, segment.row_stop)
             call = MeasuredCall.from_request(*sample.request_of(segment), ProbeContext())
