@@ -32,6 +32,7 @@ TARGETS = (
     "demo",
     "demo-long",
     "demo-census",
+    "demo-image",
     "test",
     "fuzz",
     "browser",
