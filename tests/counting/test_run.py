@@ -361,6 +361,7 @@ def test_the_tables_are_plain_parquet(folder: Path) -> None:
     heads = pq.read_table(folder / HEADS_FILE)
     assert heads.column_names == [
         "layer", "name", "head", "statistic", "count", "nonfinite", "mean", "squares", "chance", "texts",
-        "excess", "excess_squares", "minimum", "maximum", "bin_value", "bin_count", "examples",
+        "excess", "excess_squares", "minimum", "maximum", "blocks", "block_excess", "block_squares",
+        "bin_value", "bin_count", "examples",
     ]  # fmt: skip
     assert [sum(each) for each in heads["bin_count"].to_pylist()] == heads["count"].to_pylist()

@@ -25,6 +25,7 @@ from tests import oracle
 from tests.simulated_gpu import operators
 from tests.simulated_gpu.calls import llama
 from tests.simulated_gpu.device import (
+    CUDA,
     Counts,
     Gpu,
     _device_guard,
@@ -436,7 +437,7 @@ def test_in_a_graph_a_call_is_sdpa(kind: str, training: bool, monkeypatch: pytes
     monkeypatch.setattr(cuda_call, "_usual_tensor", lambda _, dtype, heads: torch.zeros(1, heads, 8, 64, dtype=dtype))
     torch.compiler.reset()
     dtype = SINGLE if "float32" in kind else HALF
-    with _device_guard(), FakeTensorMode(allow_non_fake_inputs=True):
+    with _device_guard(CUDA), FakeTensorMode(allow_non_fake_inputs=True):
         sizes = ((4, 1 if kind == "one query" else 16), (2 if "grouped" in kind else 4, 16))
         q, k = (torch.empty(2, *size, 64, dtype=dtype, device="cuda", requires_grad=training) for size in sizes)
         mask = masks.Full() if kind == "full" else masks.Causal()
@@ -481,10 +482,10 @@ def test_the_graph_of_a_whole_model_waits_for_no_value_and_copies_nothing(
         with mode:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
 
-    with _device_guard(), torch.no_grad():
+    with _device_guard(CUDA), torch.no_grad():
         model = llama(1, described)
         mh.use(model)
-    with _device_guard(), mode, torch.no_grad():
+    with _device_guard(CUDA), mode, torch.no_grad():
         ids = torch.zeros(2, 60, dtype=torch.int64, device="cuda")
         options = {"attention_mask": torch.ones_like(ids), "use_cache": False} if padded else {}
         torch.compile(model, backend=backend, fullgraph=True)(ids, **options)

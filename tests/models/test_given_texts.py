@@ -115,7 +115,6 @@ IMAGE = f"Prepare it with the image processor of the model, and record a call: {
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (None, f"text is None, and must be {EXPECTED}. {NO_STRING}"),
         (3, f"text is a value of type int, and must be {EXPECTED}. {NO_STRING}"),
         ([], f"text is a list of 0 items, and must be {EXPECTED}. {NO_STRING}"),
         (["a", None], f"text[1] is None, and must be {EXPECTED}. {NO_STRING}"),
@@ -186,6 +185,13 @@ def test_anything_else_is_one_sentence_before_any_work(given: Any, sentence: str
         with pytest.raises(MultiheadError) as caught:
             function()
         assert str(caught.value) == sentence
+
+
+def test_without_a_text_and_a_picture_the_sentence_names_both() -> None:
+    with pytest.raises(MultiheadError, match=r"^Neither text nor image was given\. Give text=, or image= to a model"):
+        mh.look("no-such-model", None, show=False)
+    with pytest.raises(MultiheadError, match=f"^text is None, and must be {EXPECTED}"):
+        recognise_texts(None)
 
 
 def test_a_column_of_a_table_is_a_list_of_texts() -> None:

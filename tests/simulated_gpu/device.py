@@ -333,7 +333,8 @@ def _made_by(make: Callable[..., Tensor]) -> Callable[..., Any]:
 
     def made(data: Any, *args: Any, device: Any = None, **options: Any) -> Any:
         if isinstance(data, OnGpu):
-            return data.to(device or data.device, options.get("dtype") or data.dtype)
+            place, dtype = torch.device(device or data.device), options.get("dtype") or data.dtype
+            return data if (place.type, dtype) == (data.device.type, data.dtype) else data.to(place, dtype)
         if device is None or torch.device(device).type != _gpu().device.type:
             return make(data, *args, device=device, **options)
         _gpu().counts.copies[make.__name__] += 1

@@ -44,7 +44,7 @@ def facts_of_record(
 
 
 def lead_sentence(record: Record, profiles: Sequence[LayerProfile], tokens: int, *, sample: int, lang: str) -> str:
-    """Return the sentence under the page's title, with the numbers of heads and of tokens.
+    """Return the sentence under the page's title, with the numbers of heads and of tokens or patches.
 
     Of several texts it names the number of the text.
     """
@@ -56,6 +56,9 @@ def lead_sentence(record: Record, profiles: Sequence[LayerProfile], tokens: int,
     if crossing and "encoder" in roles(record.layers, sample=sample):
         key = "lead two"
         values |= {"keys": f"{crossing[0].num_keys:,}", "queries": f"{crossing[0].num_queries:,}"}
+    elif (boxes := record.layers[0].sample(sample).text.boxes) is not None and boxes.grid is not None:
+        key = "lead image"
+        values |= {"rows": str(boxes.grid[0]), "columns": str(boxes.grid[1])}
     elif texts > 1 and key == "lead":
         return text("viewer.lead text", lang, **values)
     found = text(f"viewer.{key}", lang, **values)
