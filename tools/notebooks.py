@@ -85,8 +85,10 @@ def run(notebook: Any) -> Any:
         os.environ |= {"IPYTHONDIR": folder, "MPLCONFIGDIR": folder, "HF_HUB_OFFLINE": "1"}
         os.environ.pop("MPLBACKEND", None)
         try:
-            # A kernel warns that its port is not encrypted; only this machine can reach it.
-            quiet = ["--log-level=ERROR"]
+            # A kernel warns that its port is not encrypted; only this machine can reach it. Matplotlib, whose folder is
+            # empty, warns if it takes long to list the fonts.
+            no_warning = "__import__('logging').getLogger('matplotlib.font_manager').setLevel('ERROR')"
+            quiet = ["--log-level=ERROR", f"--IPKernelApp.exec_lines={no_warning}"]
             client = NotebookClient(
                 copy,
                 timeout=SECONDS,

@@ -50,7 +50,10 @@ def test_a_record_has_the_statistics_of_the_cpu(gpu: Gpu, keep: str) -> None:
             assert sample.statistics.keys() == of_cpu.statistics.keys()
             for name, value in of_cpu.statistics.items():
                 got = to_cpu(sample.statistics[name])
-                torch.testing.assert_close(got.double(), value.double(), atol=2e-2, rtol=2e-2, msg=name)
+                if value.is_floating_point():
+                    torch.testing.assert_close(got.double(), value.double(), atol=2e-2, rtol=2e-2, msg=name)
+                else:  # two keys whose weights are equal in bfloat16 may change places
+                    assert (got != value).double().mean() <= 0.05, name
 
 
 def test_a_record_can_be_pickled_before_its_copies_have_arrived(gpu: Gpu) -> None:

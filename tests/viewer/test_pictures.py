@@ -35,7 +35,7 @@ def test_an_image_encoder_opens_with_its_class_token_and_its_boxes_are_in_pixels
     assert view["boxes"][:8] == [0, 0, 4, 4, 4, 0, 8, 4]
     assert sample["images"][0]["width"] == 12
     assert sample["images"][0]["source"].startswith("data:image/png;base64,")
-    assert sample["lead"] == text("viewer.lead", "en", heads="6", tokens="7")
+    assert sample["lead"] == text("viewer.lead image", "en", heads="6", rows="2", columns="3")
 
 
 def test_a_language_model_comes_first_and_opens_with_the_first_word_of_its_answer_that_has_a_content() -> None:
