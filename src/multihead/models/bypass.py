@@ -55,8 +55,9 @@ def report_bypassing_modules(undo: Undo, model: nn.Module, models: Mapping[str, 
             checked.
         report: called with a sentence that names the module.
     """
-    attending = [name for name, module in model.named_modules() if first_base_using_interface(type(module).__mro__)]
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    attending = [name for name, module in modules.items() if first_base_using_interface(type(module).__mro__)]
+    for name, module in modules.items():
         around = innermost_model(name, models)
         attends = name in attending
         kind: Any = type(module)

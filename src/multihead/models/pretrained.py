@@ -83,13 +83,13 @@ def alignment_heads(model: nn.Module) -> dict[str, tuple[int, ...]]:
     them (https://github.com/openai/whisper). An entry that names no layer or head of the model is left out.
     """
     found: dict[str, set[int]] = {}
-    names = {id(module): name for name, module in model.named_modules()}
-    for module in pretrained_models(model).values():
+    for prefix, module in pretrained_models(model).items():
         whole: Any = module
         listed = getattr(getattr(module, "generation_config", None), "alignment_heads", None)
         if not isinstance(listed, Sequence) or not getattr(module.config, "is_encoder_decoder", False):
             continue
         layers = [getattr(layer, "encoder_attn", None) for layer in getattr(whole.get_decoder(), "layers", ())]
+        names = {id(part): f"{prefix}.{name}".strip(".") for name, part in whole.named_modules()}
         for entry in listed:
             layer, head = entry if isinstance(entry, Sequence) and len(entry) == 2 else (-1, -1)
             if not (isinstance(layer, int) and isinstance(head, int) and 0 <= layer < len(layers)):
@@ -400,16 +400,17 @@ _active_trackers: ContextVar[frozenset[InputTracker]] = ContextVar("receiving", 
 def track_inputs(model: nn.Module) -> Iterator[InputTracker]:
     """Record the inputs of a model and of all Hugging Face models in it, in this context and in no other thread."""
     inputs = InputTracker()
+    models = pretrained_models(model)
     with Undo() as undo:
         undo.add_step(inputs.forget_listener)
         undo.add_step(lambda: _active_trackers.set(_active_trackers.get() - {inputs}))
         _active_trackers.set(_active_trackers.get() | {inputs})
-        for name, module in {"": model, **pretrained_models(model)}.items():
+        for name, module in {"": model, **models}.items():
             each = _TrackedModel(name and f"{name}.", module, _forward_signature(module))
             inputs._models.append(each)  # noqa: SLF001 - made here
             undo.hook_before_forward(module, partial(inputs.begin_pass, each), with_kwargs=True, prepend=True)
             undo.hook_after_forward(module, partial(inputs.end_pass, each), always_call=True)
-        with follow_generation(inputs) if pretrained_models(model) else nullcontext():
+        with follow_generation(inputs) if models else nullcontext():
             yield inputs
 
 

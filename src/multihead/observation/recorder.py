@@ -824,13 +824,17 @@ class Recorder:
 
         A plain one in a Hugging Face model is replaced while the model is observed, so without a call it did not run.
         """
-        heard, models = {name.partition("#")[0] for name in self._layers}, pretrained.pretrained_models(model)
+        heard = {name.partition("#")[0] for name in self._layers}
+        unheard = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.MultiheadAttention) and self.measurer.names[id(module)] not in heard
+        }
+        models = pretrained.pretrained_models(model) if unheard else {}
         return {
             name: type(module).__name__
-            for name, module in model.named_modules()
-            if isinstance(module, nn.MultiheadAttention)
-            and self.measurer.names[id(module)] not in heard
-            and (type(module) is not nn.MultiheadAttention or pretrained.innermost_model(name, models) is None)
+            for name, module in unheard.items()
+            if type(module) is not nn.MultiheadAttention or pretrained.innermost_model(name, models) is None
         }
 
     def check_complete(self, model: nn.Module) -> None:
