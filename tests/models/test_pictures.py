@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -69,16 +70,57 @@ def test_pictures_are_read_as_rgb_and_what_changes_their_looks_is_said(tmp_path:
     turned = saved(tmp_path, rotated, "turned.png", exif=rotated.getexif())
     printed = saved(tmp_path, Image.new("CMYK", (2, 2), (0, 255, 255, 0)), "printed.jpg")
     deep = saved(tmp_path, Image.fromarray(np.array([[0, 65535], [32768, 257]], dtype=np.uint16)), "deep.png")
-    read = read_pictures([turned, printed, Path(deep), torch.ones(2, 3, 3), grey()])
+    sheer = saved(tmp_path, Image.new("RGBA", (2, 2), (9, 8, 7, 0)), "sheer.png")
+    photo = saved(tmp_path, grey(), "photo.mpo", save_all=True, append_images=[grey()])  # with a picture of its depth
+    read = read_pictures([turned, printed, Path(deep), sheer, photo, grey()])
     assert {image.mode for image in read.images} == {"RGB"}
-    assert [image.size for image in read.images] == [(2, 3), (2, 2), (2, 2), (3, 2), (3, 2)]
+    assert [image.size for image in read.images] == [(2, 3), (2, 2), (2, 2), (2, 2), (3, 2), (3, 2)]
     assert np.asarray(read.images[2])[:, :, 0].tolist() == [[0, 255], [128, 1]]
-    assert np.asarray(read.images[3]).min() == 255
+    assert np.asarray(read.images[3])[0, 0].tolist() == [9, 8, 7]
     assert read.notes == [
         f"{turned!r} was turned as its file says, to 2 x 3 pixels.",
         f"{printed!r} has the colours of print (CMYK), and was converted to RGB.",
         f"{deep!r} has more than 8 bits per pixel, and was reduced to 8.",
+        f"{sheer!r} is partly transparent, and was read without its transparency.",
     ]
+
+
+def test_arrays_are_read_with_their_channels_last_or_first_and_with_three_ranges_of_numbers() -> None:
+    colours = torch.arange(4 * 5 * 3, dtype=torch.uint8).view(4, 5, 3)
+    expected = colours.numpy()
+    levels = colours.double() / 255
+    deep = expected.astype(np.uint16) * 257
+    for array in (
+        colours, colours.permute(2, 0, 1), levels, levels.float().permute(2, 0, 1), levels * 255, expected.astype(int),
+        deep,
+    ):  # fmt: skip
+        (image,) = read_pictures(array).images
+        assert np.array_equal(np.asarray(image), expected)
+    for grey_one in (levels[:, :, 0], levels[:, :, :1], levels[None, :, :, 0], levels.bfloat16()[:, :, 0]):
+        assert np.array_equal(np.asarray(read_pictures(grey_one).images[0])[:, :, 2], expected[:, :, 0])
+    assert np.asarray(read_pictures(levels[:, :, 0] > 0.1).images[0]).max() == 255
+
+
+def test_arrays_that_are_no_pictures_are_rejected_with_one_sentence() -> None:
+    form = "the name of a picture's file, a picture of Pillow or an array of (height, width, channels)"
+    for array, low, high in (
+        (np.full((2, 2), -1.0), "-1", "-1"), (np.full((2, 2), 1.5), "1.5", "1.5"), (np.full((2, 2), 300), "300", "300"),
+        (np.full((2, 2), np.nan), "nan", "nan"),
+    ):  # fmt: skip
+        with pytest.raises(InputError) as caught:
+            read_pictures(array)
+        assert str(caught.value) == (
+            f"Picture 1 has values from {low} to {high}. Give numbers from 0 to 1, or bytes from 0 to 255."
+        )
+    for shape in ((6, 3, 7), (6, 7, 5), (0, 7, 3), (2, 3, 6, 7), (6,)):
+        with pytest.raises(ArgumentError) as wrong:
+            read_pictures(np.zeros(shape))
+        assert str(wrong.value) == (
+            f"image is an array of shape {shape}, and must be {form}. Give one, or a list of them; an array has 1 to 4 "
+            "channels."
+        )
+    with pytest.raises(ArgumentError, match=r"Its values are complex128: give numbers from 0 to 255\.$"):
+        read_pictures(np.zeros((2, 2), dtype=complex))
 
 
 def test_what_is_no_picture_is_rejected_with_one_sentence(tmp_path: Path) -> None:
@@ -89,15 +131,25 @@ def test_what_is_no_picture_is_rejected_with_one_sentence(tmp_path: Path) -> Non
     broken, text = str(tmp_path / "broken.png"), str(tmp_path / "text.png")
     for file, sentence in {
         "missing.png": "There is no file 'missing.png'. Check its name.",
+        "": "There is no file ''. Check its name.",
         text: f"{text!r} cannot be read as a picture: its format is unknown, or it is no picture. "
         "Give a picture as PNG, JPEG or WebP.",
-        animated: f"{animated!r} is animated: it has 3 pictures. Give one of them as a file of its own.",
+        animated: f"{animated!r} is animated or has several pages: it holds 3 pictures. Give one of them as a file of "
+        "its own.",
+        str(tmp_path): f"{str(tmp_path)!r} is a folder. Give the names of the pictures in it.",
+        "https://example.org/cat.jpg": "A web address was given as a picture. Save the picture, and give the name of "
+        "its file.",
     }.items():
         with pytest.raises(InputError) as caught:
             read_pictures(file)
         assert str(caught.value) == sentence
-    with pytest.raises(InputError, match=r"^'.*broken\.png' cannot be read as a picture: "):
-        read_pictures(broken)
+    for given in (broken, Image.open(io.BytesIO(Path(broken).read_bytes()))):
+        with pytest.raises(
+            InputError, match=r" cannot be read as a picture: .*\. Give a picture as PNG, JPEG or WebP\.$"
+        ):
+            read_pictures(given)
+    with pytest.raises(InputError, match=r"^Picture 1 has no pixels\."):
+        read_pictures(Image.new("RGB", (0, 2)))
     with pytest.raises(ArgumentError, match=r"^image is a list of 0 items, .* Give at least one picture\.$"):
         read_pictures([])
 
@@ -144,6 +196,8 @@ def test_models_and_texts_that_do_not_fit_pictures_are_rejected_with_one_sentenc
         with pytest.raises(ModelError) as caught:
             call()
         assert str(caught.value) == sentence
+    with pytest.raises(InputError, match=r"^The processor of .* does not read the pictures: .* size\.$"):
+        mh.look(qwen, "what", image=random_pictures(((900, 3),)), show=False)
     with pytest.raises(InputError) as many:
         mh.look(vit, image=image, max_tokens=15, show=False)
     assert str(many.value) == (

@@ -314,6 +314,7 @@ def _record_pictures(
     lang: str,
 ) -> tuple[LoadedModel, Record, list[str]]:
     """Load a model, record it on pictures, and save one as PNG; return sentences about the pictures, too."""
+    from multihead.models.pictures import read_pictures
     from multihead.viewer.looking_at_pictures import (
         MAX_PICTURE_TOKENS,
         load_picture_model,
@@ -321,6 +322,7 @@ def _record_pictures(
         save_picture,
     )
 
+    read = read_pictures(images)
     loaded, processor = load_picture_model(found, device=device, dtype=dtype)
     most = MAX_PICTURE_TOKENS if max_tokens is None else max_tokens
     text = texts[0] if texts else None
@@ -328,7 +330,7 @@ def _record_pictures(
     run = look_at_pictures(
         loaded,
         processor,
-        list(images),
+        read,
         text,
         max_tokens=most,
         layers=layers,

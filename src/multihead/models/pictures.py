@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +21,7 @@ from multihead.models.source import hub_access
 from multihead.tensors.undo import Undo
 
 PIXELS = "pixel_values"
-_FILE_MEND = "Give a picture as PNG, JPEG or WebP."
+_EXPECTED = "the name of a picture's file, a picture of Pillow or an array of (height, width, channels)"
 
 
 class ReadPictures(NamedTuple):
@@ -36,6 +39,8 @@ class ReadPictures(NamedTuple):
 def read_pictures(given: object) -> ReadPictures:
     """Read pictures: names of files, pictures of Pillow, arrays of (height, width, channels), or a list of these.
 
+    An array holds bytes, 16 bits per colour, or numbers from 0 to 1 or to 255; its channels may come first.
+
     Raises:
         ArgumentError: there is no picture, or something else.
         InputError: a file does not exist, is no picture, or is animated.
@@ -43,50 +48,91 @@ def read_pictures(given: object) -> ReadPictures:
     """
     require("PIL", purpose="Reading a picture", extra="image")
     items: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
-    expected = "the name of a picture's file, a picture of Pillow or an array of (height, width, channels)"
     if not items:
-        reject_given("image", given, expected, "Give at least one picture.")
+        reject_given("image", given, _EXPECTED, "Give at least one picture.")
     found: list[Any] = []
     notes: list[str] = []
     for number, item in enumerate(items, 1):
+        name = f"Picture {number}"
         if isinstance(item, (str, os.PathLike)):
             found.append(_read_file(os.fspath(item), notes))
         elif hasattr(item, "convert") and hasattr(item, "getexif"):
-            found.append(_as_rgb(item, f"Picture {number}", notes))
-        elif is_array(item) and len(item.shape) in (2, 3):
-            found.append(_as_rgb(_image_of_array(item), f"Picture {number}", notes))
+            found.append(_read_image(item, name, notes))
+        elif is_array(item):
+            found.append(_as_rgb(_image_of_array(item, name, notes), name, notes))
         else:
-            reject_given("image", item, expected, "Give one, or a list of them.")
+            reject_given("image", item, _EXPECTED, "Give one, or a list of them.")
     return ReadPictures(found, notes)
 
 
 def _read_file(file: str, notes: list[str]) -> Any:
     from PIL import Image
 
-    try:
+    name = repr(file)
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:(//|[a-z]+/[a-z]+[;,])", file):
+        raise InputError("A web address was given as a picture.", "Save the picture, and give the name of its file.")
+    with _one_sentence(name):
+        if file and Path(file).is_dir():
+            raise InputError(f"{name} is a folder.", "Give the names of the pictures in it.")
         with Image.open(file) as image:
-            image.load()
-            return _as_rgb(image, repr(file), notes)
+            return _read_image(image, name, notes)
+
+
+def _read_image(image: Any, name: str, notes: list[str]) -> Any:
+    """Load a picture of Pillow, and return it as RGB."""
+    with _one_sentence(name):
+        image.load()
+        return _as_rgb(image, name, notes)
+
+
+@contextmanager
+def _one_sentence(name: str) -> Iterator[None]:
+    """Raise an InputError in place of Pillow's errors about a picture."""
+    from PIL import Image
+
+    try:
+        yield
     except MultiheadError:
         raise
     except FileNotFoundError:
-        raise InputError(f"There is no file {file!r}.", "Check its name.") from None
+        raise InputError(f"There is no file {name}.", "Check its name.") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        reason = "its format is unknown, or it is no picture" if "cannot identify" in str(error) else str(error)
-        raise InputError(f"{file!r} cannot be read as a picture: {reason.rstrip('.')}.", _FILE_MEND) from None
+        reason = getattr(error, "strerror", None) or str(error)
+        reason = "its format is unknown, or it is no picture" if "cannot identify" in reason else reason.rstrip(".")
+        raise InputError(
+            f"{name} cannot be read as a picture: {reason}.", "Give a picture as PNG, JPEG or WebP."
+        ) from None
 
 
-def _image_of_array(array: Any) -> Any:
+def _image_of_array(array: Any, name: str, notes: list[str]) -> Any:
+    """Return the picture in an array; append a sentence to `notes` if it has 16 bits per colour."""
     from PIL import Image
 
-    values = np.asarray(array.detach().cpu() if isinstance(array, torch.Tensor) else array)
+    if isinstance(array, torch.Tensor):
+        array = (array.float() if array.is_floating_point() else array).detach().cpu()
+    values = np.asarray(array)
     if values.ndim == 3 and values.shape[2] > 4 and values.shape[0] <= 4:
         values = values.transpose(1, 2, 0)
     if values.ndim == 3 and values.shape[2] == 1:
         values = values[:, :, 0]
-    if values.dtype.kind == "f":
-        values = values * (255 if values.size and values.max() <= 1 else 1)
-    return Image.fromarray(values if values.dtype == np.uint16 else values.clip(0, 255).astype(np.uint8))
+    if values.ndim not in (2, 3) or values.shape[2:] > (4,) or not values.size:
+        reject_given("image", array, _EXPECTED, "Give one, or a list of them; an array has 1 to 4 channels.")
+    if values.dtype.kind not in "fiub":
+        reject_given("image", array, _EXPECTED, f"Its values are {values.dtype}: give numbers from 0 to 255.")
+    low, high = values.min(), values.max()
+    deep = values.dtype == np.uint16
+    most = 65535 if deep else 1 if values.dtype.kind == "b" or (values.dtype.kind == "f" and high <= 1) else 255
+    if not (low >= 0 and (high <= 1 or 2 < high <= most or values.dtype.kind != "f") and high <= most):
+        raise InputError(
+            f"{name} has values from {low:.3g} to {high:.3g}.", "Give numbers from 0 to 1, or bytes from 0 to 255."
+        )
+    if deep:
+        notes.append(_reduced(name))
+    return Image.fromarray((values / most * 255).round().astype(np.uint8))
+
+
+def _reduced(name: str) -> str:
+    return f"{name} has more than 8 bits per pixel, and was reduced to 8."
 
 
 def _as_rgb(image: Any, name: str, notes: list[str]) -> Any:
@@ -94,18 +140,26 @@ def _as_rgb(image: Any, name: str, notes: list[str]) -> Any:
     from PIL import Image, ImageOps
 
     frames = int(getattr(image, "n_frames", 1))
-    if frames > 1:
-        raise InputError(f"{name} is animated: it has {frames} pictures.", "Give one of them as a file of its own.")
+    if frames > 1 and image.format != "MPO":  # a photo of a phone, with further pictures for depth or brightness
+        raise InputError(
+            f"{name} is animated or has several pages: it holds {frames} pictures.",
+            "Give one of them as a file of its own.",
+        )
     turned = ImageOps.exif_transpose(image)
+    if 0 in turned.size:
+        raise InputError(f"{name} has no pixels.", "Give a picture with a width and a height.")
     if image.getexif().get(0x0112, 1) not in (0, 1):
         notes.append(f"{name} was turned as its file says, to {turned.width} x {turned.height} pixels.")
     if turned.mode in ("I", "F") or turned.mode.startswith("I;16"):
-        levels = np.asarray(turned, dtype=np.float64)
-        high = 65535.0 if turned.mode != "F" and levels.max(initial=0) > 255 else max(float(levels.max(initial=0)), 1.0)
-        turned = Image.fromarray((levels / high * 255).clip(0, 255).round().astype(np.uint8))
-        notes.append(f"{name} has more than 8 bits per pixel, and was reduced to 8.")
+        levels = np.nan_to_num(np.asarray(turned, dtype=np.float64))
+        high = float(levels.max(initial=0))
+        most = max(65535.0, high) if turned.mode != "F" and high > 255 else max(high, 1.0)
+        turned = Image.fromarray((levels / most * 255).clip(0, 255).round().astype(np.uint8))
+        notes.append(_reduced(name))
     elif turned.mode == "CMYK":
         notes.append(f"{name} has the colours of print (CMYK), and was converted to RGB.")
+    elif turned.has_transparency_data and turned.convert("RGBA").getchannel("A").getextrema() != (255, 255):
+        notes.append(f"{name} is partly transparent, and was read without its transparency.")
     return turned.convert("RGB")
 
 
@@ -196,13 +250,18 @@ def picture_call(
             f"{loaded.title} reads a text with its pictures.",
             'Give one; the option of look is --prompt "What is this?".',
         )
-    with silence_transformers():
-        if needs_text:
-            made = processor(
-                text=[_prompt(processor, len(images), str(text))], images=list(images), return_tensors="pt"
-            )
-        else:
-            made = getattr(processor, "image_processor", processor)(images=list(images), return_tensors="pt")
+    try:
+        with silence_transformers():
+            if needs_text:
+                prompt = _prompt(processor, len(images), str(text))
+                made = processor(text=[prompt], images=list(images), return_tensors="pt")
+            else:
+                made = getattr(processor, "image_processor", processor)(images=list(images), return_tensors="pt")
+    except ValueError as error:
+        raise InputError(
+            f"The processor of {loaded.title} does not read the pictures: {str(error).rstrip('.')}.",
+            "Give pictures of another size.",
+        ) from error
     parameter = next(loaded.model.parameters())
     call = {
         name: value.to(parameter) if value.is_floating_point() else value.to(parameter.device)

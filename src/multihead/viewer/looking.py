@@ -41,6 +41,7 @@ from multihead.models.loading import (
     has_decoder,
     load,
 )
+from multihead.models.pictures import read_pictures
 from multihead.models.source import FoundModel
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.observe import observe
@@ -184,8 +185,9 @@ def look(
         unused = {"tokenizer": tokenizer, "tokens": tokens, "decoder_text": decoder_text, "textbook": textbook or None}
         if several := [name for name, value in unused.items() if value is not None]:
             raise ArgumentError(f"image was given, and {several[0]} is for texts.", f"Leave out {several[0]}.")
+        images = read_pictures(image)
         loaded, processor = _picture_model(model, processor, device=device, dtype=dtype)
-        run = look_at_pictures(loaded, processor, image, text, max_tokens=max_tokens, layers=layers, kinds=kinds)
+        run = look_at_pictures(loaded, processor, images, text, max_tokens=max_tokens, layers=layers, kinds=kinds)
         for note in run.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
         _show_record(run.record, [], show=show, in_notebook=in_notebook, out=out, lang=lang)

@@ -10,7 +10,7 @@ import torch
 from multihead.errors import ModelError
 from multihead.kinds import Kind
 from multihead.models.loading import LoadedModel, ModelDescription, describe, load, silence_transformers
-from multihead.models.pictures import load_processor, number_of_picture_tokens, picture_call, read_pictures
+from multihead.models.pictures import ReadPictures, load_processor, number_of_picture_tokens, picture_call
 from multihead.models.source import FoundModel
 from multihead.observation.observe import Options, record_calls
 from multihead.observation.places import Progress
@@ -60,7 +60,7 @@ def load_picture_model(
 def look_at_pictures(
     loaded: LoadedModel,
     processor: Any,
-    given: object,
+    given: ReadPictures,
     text: str | None,
     *,
     max_tokens: int = MAX_PICTURE_TOKENS,
@@ -75,10 +75,10 @@ def look_at_pictures(
     runs expected) while the places of tokens are measured.
 
     Raises:
-        InputError: a picture cannot be read, or the pictures become more than `max_tokens` tokens.
+        InputError: the pictures become more than `max_tokens` tokens.
         ModelError: the model reads no text and got one, or needs one and got none.
     """
-    images, notes = read_pictures(given)
+    images, notes = given
     tokenizer = getattr(processor, "tokenizer", None)
     options = Options(
         layers,
