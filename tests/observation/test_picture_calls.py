@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from io import BytesIO
@@ -281,6 +282,21 @@ def test_places_are_measured_when_one_is_first_read_and_never_for_weights() -> N
     assert seen.texts[1].tokens == ["[CLS]", *grid(2, 3)]
     assert seen.layers[0].kinds == (("broad",), ("broad",))
     assert passes == [before]
+
+
+def test_measuring_that_takes_long_shows_a_bar_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from multihead.observation import picture_calls
+
+    model = vit()
+    assert observed(model).texts[0].boxes is not None
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(picture_calls, "_SECONDS_BEFORE_BAR", 0)
+    seen = observed(model)
+    assert "Places of picture tokens" not in capsys.readouterr().err
+    assert seen.texts[0].boxes is not None
+    assert re.search(r"Places of picture tokens: +\d+%\|.*/\d\d \[.*<.*\]", capsys.readouterr().err)
 
 
 def test_places_of_a_model_that_no_longer_exists_are_missing_with_one_sentence(tmp_path: Path) -> None:

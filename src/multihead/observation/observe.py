@@ -112,7 +112,7 @@ class Options(NamedTuple):
         keeps_quantiles: whether a summary has quantiles.
         names_pictures: whether the places of the tokens of pictures are measured.
         compares_texts: whether layers with places keep the statistics that compare positions in a text.
-        progress: called with (runs done, runs expected) while places are measured with a processor.
+        progress: called with (runs done, runs expected) while places are measured with a processor; None shows a bar.
     """
 
     layers: Sequence[int | str] | int | str | None = None
@@ -129,7 +129,7 @@ class Options(NamedTuple):
     compares_texts: bool = False
     processor: Any = None
     images: Any = None
-    progress: Progress = lambda done, total: None
+    progress: Progress | None = None
 
 
 @contextmanager

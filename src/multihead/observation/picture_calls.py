@@ -7,7 +7,7 @@ import warnings
 import weakref
 from _thread import LockType
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -27,6 +27,7 @@ from multihead.record.places import Picture, PlaceTable
 from multihead.record.texts import PictureTokens
 from multihead.tensors.undo import Undo
 
+_SECONDS_BEFORE_BAR = 2
 _MOST_PROCESSED = 16  # calls of a processor whose pictures wait for the call of the model
 
 
@@ -79,11 +80,12 @@ class _PictureCall:
         if pixels.dim() == 4:
             self.inputs[PIXELS] = pixels.detach().new_zeros(()).expand(pixels.shape)
 
-    def places(self, progress: Progress = lambda done, total: None) -> dict[str, LayerPlaces]:
+    def places(self, progress: Progress | None = None) -> dict[str, LayerPlaces]:
         """Return name of a layer -> the places of its keys, which the first call measures; {} without places."""
         with self._measuring:
             if self._found is None:
-                self._found = self._measure(progress)
+                with nullcontext(progress) if progress is not None else _bar_of_slow_runs() as shown:
+                    self._found = self._measure(shown)
                 self.inputs, self.processor, self.images = {}, None, None
         return self._found
 
@@ -131,7 +133,7 @@ class PictureCalls:
         images: the pictures of all calls; None: those with which the processor is called.
         compares_texts: whether statistics of positions in a text are kept in pictures too, because they were asked for.
         statistics: names of the statistics of pictures that are measured; None: all.
-        progress: called with (runs done, runs expected) while places are measured.
+        progress: called with (runs done, runs expected) while places are measured; None shows a bar.
     """
 
     layers: list[LayerRecord]
@@ -139,7 +141,7 @@ class PictureCalls:
     images: Any = None
     compares_texts: bool = False
     statistics: Set[str] | None = None
-    progress: Progress = lambda done, total: None
+    progress: Progress | None = None
     _distinct: list[_PictureCall] = field(default_factory=list)  # calls that have different places
     _calls: list[tuple[_PictureCall, _PictureCall]] = field(default_factory=list)  # all calls, each with the like one
     _open: list[_PictureCall] = field(default_factory=list)  # the calls that run, the outermost first
@@ -364,6 +366,26 @@ def _replace_method(undo: Undo, owner: Any, name: str, function: Callable[..., A
 
     undo.add_step(restore)
     vars(owner)[name] = partial(function, getattr(owner, name))
+
+
+@contextmanager
+def _bar_of_slow_runs() -> Iterator[Progress]:
+    """Show a bar on stderr, with the time that is left, once runs have taken two seconds.
+
+    It is that of tqdm, which transformers brings and shows its own bars with.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda done, total: None
+        return
+    with tqdm(desc="Places of picture tokens", delay=_SECONDS_BEFORE_BAR, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
 
 
 def _sizes(images: Any) -> list[Any]:

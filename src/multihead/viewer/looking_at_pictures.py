@@ -66,13 +66,13 @@ def look_at_pictures(
     max_tokens: int = MAX_PICTURE_TOKENS,
     layers: Sequence[int] | None = None,
     kinds: Sequence[Kind] = (),
-    progress: Progress = lambda done, total: None,
+    progress: Progress | None = None,
 ) -> PictureRun:
     """Run a model on pictures, and record it.
 
     A model of pictures alone reads each of them by itself, as one sample. A model that reads text too reads all
     pictures in one prompt, and writes an answer of at most 32 tokens if it can. `progress` is called with (runs done,
-    runs expected) while the places of tokens are measured.
+    runs expected) while the places of tokens are measured; None shows a bar if that takes over two seconds.
 
     Raises:
         InputError: the pictures become more than `max_tokens` tokens.
