@@ -140,6 +140,7 @@ class DenseLayer:
     number: int = 0
     alignment_heads: tuple[int, ...] = ()
     repeated: RepeatedTokens | None = None
+    numbers: dict[str, Tensor] = field(default_factory=dict)
 
     running_summary: None = None
     has_kinds: bool = True

@@ -3,7 +3,9 @@ from multihead.counting.result import Census
 from multihead.counting.run import census
 from multihead.functional import attention, attention_weights, attention_with_logsumexp, explain, statistics
 from multihead.interventions.ablate import ablate, scale_heads
+from multihead.interventions.importance import Importance, importance
 from multihead.interventions.means import HeadMeans, head_means
+from multihead.interventions.measures import Measure, class_logit, logit_difference
 from multihead.kernels.slow_paths import strict
 from multihead.layer import MultiHeadAttention
 from multihead.layer.cache import KeyValueCache
@@ -21,7 +23,9 @@ from multihead.viewer.looking import look
 __all__ = [
     "Census",
     "HeadMeans",
+    "Importance",
     "KeyValueCache",
+    "Measure",
     "MultiHeadAttention",
     "QKNorm",
     "Record",
@@ -32,13 +36,16 @@ __all__ = [
     "attention_weights",
     "attention_with_logsumexp",
     "census",
+    "class_logit",
     "compat",
     "errors",
     "explain",
     "export",
     "head_means",
+    "importance",
     "kernels",
     "kinds",
+    "logit_difference",
     "look",
     "masks",
     "merge_heads",

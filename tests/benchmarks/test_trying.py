@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
 from benchmarks import trying
 from multihead.interventions import sweep
-from multihead.interventions.ablate import scale_heads
+from multihead.interventions.ablate import Intervention
 from multihead.interventions.heads import HeadKey
 from tests.word_models import save_word_models
 
@@ -31,10 +32,10 @@ def test_the_error_is_small_unless_another_head_is_switched_off(
     result = trying.measure(model)
     assert (len(result.clicks), result.heads, result.unmet()) == (4, 8, [])
 
-    def wrong(model: nn.Module, factors: dict[HeadKey, Tensor]) -> object:
-        return scale_heads(model, {key: each.roll(1, 1) for key, each in factors.items()})
+    def wrong(model: nn.Module, factors: dict[HeadKey, Tensor], *rest: Any) -> object:
+        return Intervention(model, {key: each.roll(1, 1) for key, each in factors.items()}, *rest)
 
-    monkeypatch.setattr(sweep, "scale_heads", wrong)
+    monkeypatch.setattr(sweep, "Intervention", wrong)
     (said,) = trying.measure(model).unmet()
     assert said.startswith(f"{model}: the error is ")
 

@@ -13,7 +13,7 @@ import multihead as mh
 from multihead.errors import ModelError
 from multihead.interventions.predictions import token_losses
 from multihead.interventions.replay import Replay
-from multihead.interventions.sweep import sweep_layers
+from multihead.interventions.sweep import SweptLayer, sweep_layers
 from multihead.models.pretrained import pretrained_models
 from tests.interventions.tiny_models import DECODERS, batch, double
 
@@ -28,6 +28,11 @@ def read(model: Any, inputs: dict[str, Tensor]) -> tuple[Replay, Tensor]:
     with torch.no_grad(), replay.store_block_outputs():
         before = outputs(model, inputs)
     return replay, before
+
+
+def swept(record: mh.Record, texts: int = 2) -> list[SweptLayer]:
+    """All heads of all layers of a record."""
+    return [SweptLayer(each.number, each.name, each.num_heads, range(each.num_heads), texts) for each in record.layers]
 
 
 def outputs(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -97,12 +102,10 @@ def test_a_block_that_runs_several_times_is_not_replayed(monkeypatch: pytest.Mon
     assert not replay.check_exactness(lambda: outputs(model, inputs), before)
 
 
-@pytest.mark.parametrize("most_copies", [1, 3])
+@pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize("replays", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bert"])
-def test_a_sweep_equals_a_run_per_head(
-    name: str, replays: bool, most_copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_equals_a_run_per_head(name: str, replays: bool, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = double(name, monkeypatch), batch(name, padding="right")
     replay, before = read(model, inputs)
     replay.is_exact = replays
@@ -112,9 +115,9 @@ def test_a_sweep_equals_a_run_per_head(
     def measure(given: Any, copies: int) -> Tensor:
         return outputs(model, given).unflatten(0, (copies, -1)).flatten(1)
 
-    swept = list(sweep_layers(replay, inputs, seen.layers, measure, most_copies=most_copies))
-    assert [each.layer for each in swept] == [layer.number for layer in seen.layers]
-    for layer, each in zip(seen.layers, swept, strict=True):
+    found = list(sweep_layers(replay, inputs, swept(seen), measure, copies=copies))
+    assert [each.layer.number for each in found] == [layer.number for layer in seen.layers]
+    for layer, each in zip(seen.layers, found, strict=True):
         assert len(each.result_per_head) == layer.num_heads
         assert each.seconds >= each.seconds_after_layer > 0
         for head in range(layer.num_heads):
@@ -134,7 +137,7 @@ def test_the_losses_of_a_sweep_are_those_of_cross_entropy(monkeypatch: pytest.Mo
     def measure(given: Any, copies: int) -> Tensor:
         return token_losses(outputs(model, given), given["input_ids"]).mean(1, keepdim=True)
 
-    (first, *_) = sweep_layers(replay, inputs, seen.layers, measure, most_copies=4)
+    (first, *_) = sweep_layers(replay, inputs, swept(seen, texts=1), measure, copies=4)
     for head in range(seen.layers[0].num_heads):
         with torch.no_grad(), mh.ablate(model, (0, head)):
             logits = outputs(model, inputs)[0, :-1]
@@ -152,4 +155,4 @@ def test_a_layer_that_does_not_run_is_an_error(monkeypatch: pytest.MonkeyPatch) 
         "model and not a copy of it, with inputs that reach these layers and have the positions and samples."
     )
     with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
-        list(sweep_layers(replay, inputs, seen.layers, lambda *_: torch.zeros(4, 1), most_copies=4))
+        list(sweep_layers(replay, inputs, swept(seen), lambda *_: torch.zeros(4, 1), copies=4))

@@ -104,23 +104,9 @@ def ablate(
     ...     copied = layer(x)
     """
     keys = resolve_heads(model, heads)
-    given = isinstance(by, Tensor) or callable(by)
-    if not given and (not isinstance(by, str) or by not in ("zero", "mean", "resample")):
-        raise ArgumentError(
-            f"by is {by!r}.", 'Give "zero", "mean", "resample", a vector, or a function of the output of a head.'
-        )
-    if reference is not None and (given or by != "mean"):
-        of = "a vector or a function as by=" if given else f'by="{by}"'
-        raise ArgumentError(f"reference was given with {of}.", 'Use by="mean", or leave it out.')
-    if positions is None and samples is None and (by in ("zero", "mean") if not given else isinstance(by, Tensor)):
+    if positions is None and samples is None and (isinstance(by, Tensor) or by in ("zero", "mean")):
         _check_some_heads_stay(model, keys)
-    replacement: Replacement = ScaledOutput()
-    if isinstance(by, Tensor) or callable(by):
-        replacement = GivenOutput(by)
-    elif by == "resample":
-        replacement = ResampledOutput(seed)
-    elif by == "mean":
-        replacement = MeanOutput(_means_of_reference(model, reference, mean_over))
+    replacement = replacement_of(model, by, reference=reference, mean_over=mean_over, seed=seed)
     return Intervention(model, dict.fromkeys(keys, 0.0), replacement, positions, samples, allow_mixed=allow_mixed)
 
 
@@ -171,6 +157,34 @@ def scale_heads(
         factor = check_factor(head, key, given)
         require_one_factor(key, found.setdefault(key, factor), factor)
     return Intervention(model, found, ScaledOutput(), positions, samples, allow_mixed=allow_mixed)
+
+
+def replacement_of(
+    model: nn.Module,
+    by: AblationMethod | Tensor | OutputFunction,
+    *,
+    reference: HeadMeans | Iterable[Any] | None,
+    mean_over: MeanOver = "text",
+    seed: int = 0,
+) -> Replacement:
+    """Return the rule for the output of a head that is switched off; the arguments are those of `ablate`.
+
+    Raises:
+        ArgumentError: an option does not exist, or does not fit the others.
+    """
+    given = isinstance(by, Tensor) or callable(by)
+    if not given and (not isinstance(by, str) or by not in ("zero", "mean", "resample")):
+        raise ArgumentError(
+            f"by is {by!r}.", 'Give "zero", "mean", "resample", a vector, or a function of the output of a head.'
+        )
+    if reference is not None and (given or by != "mean"):
+        of = "a vector or a function as by=" if given else f'by="{by}"'
+        raise ArgumentError(f"reference was given with {of}.", 'Use by="mean", or leave it out.')
+    if isinstance(by, Tensor) or callable(by):
+        return GivenOutput(by)
+    if by == "mean":
+        return MeanOutput(_means_of_reference(model, reference, mean_over))
+    return ResampledOutput(seed) if by == "resample" else ScaledOutput()
 
 
 @dataclass(eq=False, repr=False)

@@ -7,7 +7,7 @@ over texts has two vectors per head, one of the first tokens and one of all othe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,23 +156,10 @@ def head_means(model: nn.Module, batches: Iterable[Any], *, over: MeanOver = "te
             "Run the model on one process.",
         )
     check_module(model)
-    if isinstance(batches, (Tensor, Mapping)):  # each row of a tensor and each key of a dict would be a batch
-        batches = [batches]
-    if isinstance(batches, (str, bytes)) or not isinstance(batches, Iterable):
-        check_batch("batches", batches)
-        reject_given("batches", batches, "an iterable of batches", "Give a list of the model's inputs.")
     sums = HeadMeans({}, {}, over)
-    count = 0
     with torch.no_grad(), follow_calls(model, partial(_add_output, sums)):
-        for batch in batches:
-            check_batch("A batch", batch)
-            ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-            if isinstance(ids, Tensor) and not ids.is_floating_point():
-                check_token_ids(model, ids, type(model).__name__)
+        for batch in checked_batches(model, batches):
             run_batch(model, batch)
-            count += 1
-    if not count:
-        raise ArgumentError("There are no batches.", "Give an iterable of the model's inputs.")
     if not sums.vectors:
         raise ModelError(
             f"No attention layer of {type(model).__name__} ran.", "Give the model whose heads you want to switch off."
@@ -181,7 +168,29 @@ def head_means(model: nn.Module, batches: Iterable[Any], *, over: MeanOver = "te
     return HeadMeans(means, sums.counts, over)
 
 
-def run_batch(model: nn.Module, batch: Any) -> object:
+def checked_batches(model: nn.Module, batches: Any) -> Iterator[Any]:
+    """Yield the batches that the caller gave, one or several, each checked before the model is called with it.
+
+    Raises:
+        ArgumentError: there are none, or one is not what a model is called with.
+    """
+    if isinstance(batches, (Tensor, Mapping)):  # each row of a tensor and each key of a dict would be a batch
+        batches = [batches]
+    if isinstance(batches, (str, bytes)) or not isinstance(batches, Iterable):
+        check_batch("batches", batches)
+        reject_given("batches", batches, "an iterable of batches", "Give a list of the model's inputs.")
+    batch = None
+    for batch in batches:
+        check_batch("A batch", batch)
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+        if isinstance(ids, Tensor) and not ids.is_floating_point():
+            check_token_ids(model, ids, type(model).__name__)
+        yield batch
+    if batch is None:
+        raise ArgumentError("There are no batches.", "Give an iterable of the model's inputs.")
+
+
+def run_batch(model: nn.Module, batch: Any) -> Any:
     """Call a model with a dict of arguments, a tuple of them, or one argument."""
     if isinstance(batch, Mapping):
         return model(**batch)

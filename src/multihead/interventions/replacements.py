@@ -17,11 +17,13 @@ from multihead.interventions.means import HeadMeans
 class Replacement(Protocol):
     """A rule for the output of changed heads, before the output projection."""
 
-    needs_tokens: bool
-    """Whether the result depends on which token each query is."""
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the result depends on which token each query is."""
 
-    description: str
-    """The change of a head in a few words, with {factor} for its factor, such as "times {factor}"."""
+    @property
+    def description(self) -> str:
+        """The change of a head in a few words, with {factor} for its factor, such as "times {factor}"."""
 
     def replace(self, call: FollowedCall, output: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Return the new output of the changed heads, and the factors by which their own outputs were multiplied.
@@ -76,9 +78,15 @@ class MeanOutput:
 
 @dataclass(frozen=True)
 class ResampledOutput:
-    """The output of the same head at the same position of another text of the batch, never of its own text."""
+    """The output of the same head at the same position of another text of the batch, never of its own text.
+
+    Attributes:
+        seed: which other text each text gets.
+        copies: how many copies of the same texts the batch has, one after another; each takes its own texts.
+    """
 
     seed: int = 0
+    copies: int = 1
     needs_tokens = True
     description = "by that of another text"
 
@@ -89,7 +97,8 @@ class ResampledOutput:
         real = (position >= 0).nonzero()[:, 0]
         text, position = text[real], position[real]
         lengths = text.bincount()
-        if len(lengths) < 2:
+        texts = len(lengths) // self.copies
+        if texts < 2:
             raise ArgumentError(
                 'by="resample" takes the output of another text, and the batch has one.', "Give several texts."
             )
@@ -104,7 +113,8 @@ class ResampledOutput:
                 'by="resample" needs whole texts, and this call continues texts with a cache.',
                 'Run the model on whole texts, or use by="mean".',
             )
-        other = _choose_other_texts(len(lengths), self.seed).to(text.device)
+        copy = torch.arange(self.copies)[:, None] * texts
+        other = (_choose_other_texts(texts, self.seed) + copy).flatten().to(text.device)
         # The index of each token in the flattened (batch * queries), by text and position.
         table = torch.empty(len(lengths), int(lengths[0]), dtype=torch.int64, device=text.device)
         table[text, position] = real
@@ -113,6 +123,32 @@ class ResampledOutput:
         flat = own.transpose(1, 2).flatten(0, 1).index_select(0, source)  # (batch * queries, heads, value_dim)
         new = flat.unflatten(0, (own.shape[0], own.shape[2])).transpose(1, 2)
         return new, torch.full_like(factors, torch.nan)
+
+
+@dataclass(frozen=True)
+class MixedOutput:
+    """The head's own output times the factor of the head, plus 1 - factor times what another rule replaces it by.
+
+    A factor of 0 gives what the other rule gives, also where the own output is NaN or inf.
+    """
+
+    other: Replacement
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the other rule depends on which token each query is."""
+        return self.other.needs_tokens
+
+    @property
+    def description(self) -> str:
+        """The change in a few words."""
+        return f"times {{factor}}, and the rest {self.other.description}"
+
+    def replace(self, call: FollowedCall, output: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix the output of heads with what replaces it, see `Replacement.replace`."""
+        own, scales = ScaledOutput().replace(call, output, heads, factors)
+        new, _ = self.other.replace(call, output, heads, factors)
+        return own + (1 - factors[..., None]) * new, scales.where(scales == 1, torch.nan)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map
 from multihead.interventions.heads import attention_layers
 from multihead.tensors.undo import Undo
 
-ForwardPass = Callable[[], Tensor]
-"""A forward pass of a model on one text or batch; it returns the tensor that is compared, such as the logits."""
+ForwardPass = Callable[[], "Tensor | list[Tensor]"]
+"""A forward pass of a model on one text or batch; it returns what is compared, such as the logits."""
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class Replay:
                 _replace_forward(undo, block, repeat_batch(self.block_outputs[index], repeats))
             yield
 
-    def check_exactness(self, forward: ForwardPass, expected: Tensor) -> bool:
+    def check_exactness(self, forward: ForwardPass, expected: Tensor | list[Tensor]) -> bool:
         """Set and return `is_exact`: whether unchanged replays from the middle and the last block give `expected`."""
         count = len(self.blocks)
         self.is_exact = len(self.block_outputs) == count > 1 and all(
@@ -92,10 +92,13 @@ class Replay:
         )
         return self.is_exact
 
-    def _gives_equal_output_from(self, first: int, forward: ForwardPass, expected: Tensor) -> bool:
+    def _gives_equal_output_from(self, first: int, forward: ForwardPass, expected: Tensor | list[Tensor]) -> bool:
+        wanted = [expected] if isinstance(expected, Tensor) else expected
         try:
             with self.start_at_block(first):
-                return torch.equal(forward(), expected)
+                found = forward()
+            pairs = zip([found] if isinstance(found, Tensor) else found, wanted, strict=True)
+            return all(torch.equal(*pair) for pair in pairs)
         except Exception:  # noqa: BLE001 - a model that needs more than the outputs of blocks can raise any error
             return False
 

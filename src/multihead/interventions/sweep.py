@@ -1,7 +1,7 @@
-"""Switch off every head of a model once, and measure the effect of each on one text or batch.
+"""Switch off heads of a model one by one, and measure the model's output on one text or batch without each of them.
 
-All heads of a layer are switched off in one forward pass, each in a copy of the batch, and the blocks before the layer
-are not run again.
+Several heads of a layer are switched off in one forward pass, each in a copy of the batch, and the blocks before the
+layer are not run again.
 """
 
 from __future__ import annotations
@@ -9,18 +9,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
-from multihead.interventions.ablate import scale_heads
+from multihead.interventions.ablate import Intervention, Positions
 from multihead.interventions.heads import HeadKey
+from multihead.interventions.replacements import MixedOutput, Replacement, ScaledOutput
 from multihead.interventions.replay import Replay, repeat_batch
-from multihead.record.layer import LayerRecord
 from multihead.tensors.undo import Undo
 
 BatchInputs = Mapping[str, Tensor]
+_MAX_BYTES = 1 << 28  # of what all copies of a batch need in one forward pass: 256 MiB
+
+
+@dataclass(frozen=True)
+class SweptLayer:
+    """A layer whose heads are switched off one by one.
+
+    Attributes:
+        number: number of the layer.
+        name: name of the layer.
+        num_heads: number of its heads.
+        heads: the heads that are switched off.
+        texts: number of texts of the batch, as the layer counts them; None if which token belongs to which text is
+            unknown, so that each head needs a forward pass of its own.
+    """
+
+    number: int
+    name: str
+    num_heads: int
+    heads: Sequence[int]
+    texts: int | None
 
 
 @dataclass(frozen=True)
@@ -28,57 +49,90 @@ class LayerSweep:
     """The results of a sweep over the heads of one layer, of which each was switched off once.
 
     Attributes:
-        layer: number of the layer.
-        result_per_head: (heads, ...), the result of `measure` with each head switched off.
+        layer: the layer.
+        result_per_head: (heads that were switched off, ...), the result of `measure` without each.
         seconds: time of all forward passes of the layer's sweep.
         seconds_after_layer: the part of `seconds` after the attention of the layer, which every sweep takes.
     """
 
-    layer: int
+    layer: SweptLayer
     result_per_head: Tensor
     seconds: float
     seconds_after_layer: float
 
 
+def copies_per_pass(layers: Sequence[SweptLayer], bytes_per_copy: int) -> int:
+    """Return how many heads are switched off in one forward pass: as few passes per layer as memory allows."""
+    heads = max((len(layer.heads) for layer in layers), default=1)
+    if any(layer.texts is None for layer in layers):
+        return 1
+    passes = -(-heads // max(1, _MAX_BYTES // max(bytes_per_copy, 1)))
+    return -(-heads // max(passes, 1)) or 1
+
+
 def sweep_layers(
     replay: Replay,
-    batch: BatchInputs,
-    layers: Sequence[LayerRecord],
-    measure: Callable[[BatchInputs, int], Tensor],
+    batch: Any,
+    layers: Sequence[SweptLayer],
+    measure: Callable[[Any, int], Tensor],
     *,
-    most_copies: int,
+    copies: int,
+    stored_copies: int = 1,
+    replacement: Replacement | None = None,
+    positions: Positions = None,
 ) -> Iterator[LayerSweep]:
     """Switch off each head of some layers once, and yield what is measured without it, layer by layer.
 
     Args:
         replay: the stored blocks of the model.
-        batch: the inputs of the model, (batch, ...) each.
-        layers: the layers, recorded in an earlier run.
+        batch: what the model is called with.
+        layers: the layers, found in an earlier run.
         measure: runs the model on a batch of `copies` copies, and returns (copies, ...); its second argument is
             `copies`.
-        most_copies: largest number of copies in one forward pass.
+        copies: number of copies of the batch in each forward pass; all heads are on in those that are left over.
+        stored_copies: how many of these copies the stored outputs of blocks have.
+        replacement: what replaces the output of a head; None is 0. It must count the texts of all copies.
+        positions: the tokens whose output is replaced, see `ablate`.
 
     Raises:
         ModelError: a layer was not reached.
     """
+    modules = dict(replay.model.named_modules())
     for layer in layers:
         name, _, call = layer.name.partition("#")
-        attention = replay.model.get_submodule(name)
+        attention = modules.get(name, replay.model)
+        first = replay.block_of(layer.name) if replay.is_exact else 0
         found: list[Tensor] = []
         seconds = floor = 0.0
-        for heads in torch.arange(layer.num_heads).split(most_copies):
-            begun, copies, rows = perf_counter(), len(heads), len(next(iter(batch.values())))
-            one_off = 1 - functional.one_hot(heads, layer.num_heads).float()  # (copies, heads)
-            ended_calls: list[float] = []
-            first = replay.block_of(layer.name) if replay.is_exact else 0
+        for place in range(0, len(layer.heads), copies):
+            begun, ended_calls = perf_counter(), list[float]()
+            chosen = layer.heads[place : place + copies]
             with (
                 torch.no_grad(),
                 Undo() as undo,
-                scale_heads(replay.model, {HeadKey(layer.name, None): one_off.repeat_interleave(rows, 0)}),
-                replay.start_at_block(first, copies),
+                _one_off_per_copy(replay.model, layer, chosen, copies, replacement or ScaledOutput(), positions),
+                replay.start_at_block(first, copies // stored_copies),
             ):
                 undo.hook_after_forward(attention, lambda *_: ended_calls.append(perf_counter()))  # noqa: B023
-                found.append(measure(repeat_batch(dict(batch), copies), copies))
+                found.append(measure(repeat_batch(batch, copies), copies)[: len(chosen)])
             ended = perf_counter()
             seconds, floor = seconds + ended - begun, floor + ended - ended_calls[int(call or 1) - 1]
-        yield LayerSweep(layer.number, torch.cat(found), seconds, floor)
+        yield LayerSweep(layer, torch.cat(found), seconds, floor)
+
+
+def _one_off_per_copy(
+    model: nn.Module,
+    layer: SweptLayer,
+    heads: Sequence[int],
+    copies: int,
+    replacement: Replacement,
+    positions: Positions,
+) -> Intervention:
+    """Return the context in which each copy of the batch has another one of some heads off."""
+    if copies == 1:
+        return Intervention(model, {HeadKey(layer.name, heads[0]): 0.0}, replacement, positions)
+    assert layer.texts is not None
+    on = torch.ones(copies, layer.num_heads)
+    on[range(len(heads)), list(heads)] = 0
+    mixed = replacement if isinstance(replacement, ScaledOutput) else MixedOutput(replacement)
+    return Intervention(model, {HeadKey(layer.name, None): on.repeat_interleave(layer.texts, 0)}, mixed, positions)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,6 +46,19 @@ from multihead.record.text_rows import SummaryName, check_summary_name
 from multihead.record.texts import GrowingText, Text, describe_texts
 
 __all__ = ["Record"]
+
+
+@runtime_checkable
+class HeadNumbers(Protocol):
+    """Numbers of the heads of a model, one per text, that were measured apart from a record."""
+
+    @property
+    def statistics(self) -> Mapping[str, Statistic]:
+        """Name of a statistic -> how its numbers are shown."""
+
+    @property
+    def by_layer(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Name of a layer -> name of a statistic -> (texts, heads) float64, NaN for a head that was not measured."""
 
 
 @dataclass(eq=False, repr=False)
@@ -553,7 +566,46 @@ class Record:
             return f"{caption}; {' and '.join(parts)}"
         return caption + ("" if self.keeps_weights else "; statistics only" if tokens else "; sums only")
 
-    def add(self, layer: LayerRecord, calls: Iterable[tuple[SampleRecord, int] | BegunTexts]) -> None:
+    def add(self, numbers: HeadNumbers) -> None:
+        """Add numbers of the same model's heads that were measured apart from the record, on texts of their own.
+
+        The record then has them as columns of tables and pages, in `find`, and in saved files. Medians and maxima over
+        queries do not have them. Numbers with the name of others replace them.
+
+        Args:
+            numbers: what `mh.importance` or `mh.patch` returned; layers that the record does not have are ignored.
+
+        Raises:
+            ArgumentError: there are no such numbers, or they are of another model.
+
+        >>> import torch
+        >>> import multihead as mh
+        >>> layer, x = mh.MultiHeadAttention(embed_dim=8, num_heads=2), torch.randn(3, 5, 8)
+        >>> with torch.no_grad(), mh.observe(layer) as seen:
+        ...     y = layer(x)
+        >>> seen.add(mh.importance(layer, x, mh.Measure(lambda output, batch: output[:, -1, 0], "score")))
+        >>> len(seen.find(effect_score_zero=(None, None)))
+        2
+        """
+        if not isinstance(numbers, HeadNumbers):
+            reject_given("numbers", numbers, "numbers of heads", "Give what mh.importance or mh.patch returned.")
+        by_layer = numbers.by_layer
+        if not any(layer.name in by_layer for layer in self.layers):
+            raise ArgumentError(
+                "The numbers are of none of the layers of the record.", "Measure and observe the same model."
+            )
+        for layer in self.layers:
+            for name, values in by_layer.get(layer.name, {}).items():
+                if values.shape[1] != layer.num_heads:
+                    raise ArgumentError(
+                        f"The numbers are of {values.shape[1]} heads of {layer.name}, and the record has "
+                        f"{layer.num_heads}.",
+                        "Measure and observe the same model.",
+                    )
+                layer.numbers = {**layer.numbers, name: values.detach().double().cpu()}
+        self.statistics |= numbers.statistics
+
+    def add_calls(self, layer: LayerRecord, calls: Iterable[tuple[SampleRecord, int] | BegunTexts]) -> None:
         """Append calls in the order they ran, each with its index in the sample; and a new layer to `layers`."""
         if layer not in self.layers:
             layer.own_kinds = self.own_kinds

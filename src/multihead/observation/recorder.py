@@ -336,7 +336,7 @@ class Recorder:
         if self._latest_counted_offset > 0:
             left = measured.waiting(self._latest_counted_offset)
             state.waiting = cache(lambda: [[each] for each in left.texts()])
-        self.record.add(layer, ())
+        self.record.add_calls(layer, ())
         return True
 
     def _chance_levels_of(
@@ -398,7 +398,7 @@ class Recorder:
             batch.slice_requests()
         begun = layer.texts.begin(batch)
         state.samples = lambda: begun.samples
-        self.record.add(layer, [begun])
+        self.record.add_calls(layer, [begun])
         return True
 
     def _copy_measured(
@@ -470,7 +470,7 @@ class Recorder:
                 texts = layer.running_summary.begin_texts(1)
                 layer.running_summary.add(sample.measured_rows(), texts)
                 layer.running_summary.end_texts(texts)
-        self.record.add(layer, [(sample, 0) for sample in samples] if layer.running_summary is None else ())
+        self.record.add_calls(layer, [(sample, 0) for sample in samples] if layer.running_summary is None else ())
 
     def _ids_of_whole_sequence(self, request: AttentionRequest, sequence: SequenceSplit) -> Tensor | None:
         """Return the token ids of all ranks, (batch, tokens) int64, gathered once per input; None if unknown."""
@@ -619,7 +619,7 @@ class Recorder:
             starts = (state.num_keys()[:, None] - sample_spans.key_lengths(windows).flip(1).cumsum(1).flip(1)).flatten()
         samples, texts = state.samples(), list[tuple[int, TextInCall]]()
         state.samples = lambda: samples
-        self.record.add(layer, ())
+        self.record.add_calls(layer, ())
         for index, (span, key_start) in enumerate(zip(sample_spans.spans, starts.tolist(), strict=True)):
             if span.is_text_of_row and not state.is_first and span.queries[0] >= span.queries[1]:
                 continue  # a text of the row that ended in an earlier call, or begins in a later one
@@ -648,7 +648,7 @@ class Recorder:
                     continue
                 measured = self._measure_text(alone, context, state)
             sample.append_call(self._record_text(alone, measured, start, window=is_window))
-            self.record.add(layer, [(sample, len(sample.calls) - 1)])
+            self.record.add_calls(layer, [(sample, len(sample.calls) - 1)])
 
     def _measure_text(self, alone: AttentionCall, context: ProbeContext, state: _LayerCall) -> dict[str, Tensor]:
         """Measure a call of one text: name -> (heads, queries), or the axes of the statistic."""
@@ -708,14 +708,14 @@ class Recorder:
             if not held or not all(held):
                 continue  # the layer is not recorded, or its queries are no tokens of these texts
             if layer.running_summary is not None:
-                self.record.add(layer, ())
+                self.record.add_calls(layer, ())
                 add_to_summary(layer.running_summary, held, [text.ids for text in texts])
                 continue
             new_sample = self._sample_factory(name, cross_attention=held[0][0].cross_attention)
             samples = self._begin_texts(layer, [new_sample() for _ in texts])
             for sample, parts, text in zip(samples, held, texts, strict=True):
                 append_parts(sample, parts, text.ids)
-            self.record.add(layer, [(sample, index) for sample in samples for index in range(len(sample.calls))])
+            self.record.add_calls(layer, [(sample, index) for sample in samples for index in range(len(sample.calls))])
 
     def _add_text_to_summary(
         self,

@@ -301,6 +301,24 @@ def statistic(name: str, custom: Mapping[str, Statistic] | None = None) -> Stati
     return _STATISTICS_BY_NAME.get(name) or (custom or {}).get(name) or Statistic(name)
 
 
+def statistic_of_heads(what: str, measure: str, unit: str, by: str) -> Statistic:
+    """Return the statistic of what heads do for a measure of a model's output, see `multihead.importance`.
+
+    Args:
+        what: "effect", "estimate", "sensitivity" or "recovered", which begins the name.
+        measure: name of the measure.
+        unit: unit of the measure; "%" for a share.
+        by: what replaces the output of a head.
+
+    >>> statistic_of_heads("effect", "loss", "nats", "zero").heading
+    'effect on loss by zero (nats)'
+    """
+    label = f"{what} on {measure} by {by}".replace("_", " ")
+    if unit == "%":
+        return Statistic(f"{what}_{measure}_{by}", label=label, number_format=SHARE_FORMAT)
+    return Statistic(f"{what}_{measure}_{by}", label=label, unit=unit)
+
+
 def offset_mass(offset: int) -> Probe:
     """Return the probe that measures the weight on the key at an offset from the query's own position.
 

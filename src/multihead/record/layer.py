@@ -132,6 +132,8 @@ class LayerRecord:
         repeated: attention of the heads on repeated random tokens; None if it was not measured.
         split: the heads and tokens of the layer that this rank computed; None if it computed all.
         own_kinds: user-defined kinds of heads, see `Record.add_kinds`.
+        numbers: name of a statistic -> (texts, heads) float64, numbers of heads on other texts than the record's, see
+            `Record.add`; NaN for a head that was not measured.
     """
 
     name: str
@@ -142,6 +144,7 @@ class LayerRecord:
     repeated: RepeatedTokens | None = None
     split: LayerPartOfRank | None = None
     own_kinds: tuple[Kind, ...] = ()
+    numbers: dict[str, Tensor] = field(default_factory=dict)
     _known_heads: int = 0  # number of query heads, of a layer whose calls had no text
 
     def __repr__(self) -> str:
@@ -210,7 +213,7 @@ class LayerRecord:
     def summary(self, of: SummaryName = "mean", names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Summarise each statistic over the counted queries of all samples: name -> (heads,) float64.
 
-        Statistics on repeated random tokens are included only in means, because they are stored per text.
+        Numbers on other texts, such as repeated random tokens, are included only in means: they are stored per text.
 
         Args:
             of: "mean", "median", "p95" (the 95th percentile) or "max".
@@ -220,13 +223,15 @@ class LayerRecord:
             ArgumentError: `of` is not one of these.
         """
         if self.running_summary is not None:
-            return self.running_summary.summary(of, names) | self._means_on_repeats(of, names)
+            return self.running_summary.summary(of, names) | self._means_on_other_texts(of, names)
         return self._summarise(of, names)[0]
 
-    def _means_on_repeats(self, of: SummaryName, names: Collection[str] | None) -> dict[str, Tensor]:
-        """Return the means of the statistics on repeated random tokens, or {} for another summary."""
-        found = self.repeated.means() if self.repeated is not None and of == "mean" else {}
-        return {name: values for name, values in found.items() if names is None or name in names}
+    def _means_on_other_texts(self, of: SummaryName, names: Collection[str] | None) -> dict[str, Tensor]:
+        """Return the means of the statistics on other texts than those of the record, or {} for another summary."""
+        if of != "mean":
+            return {}
+        found = ({} if self.repeated is None else self.repeated.shares) | self.numbers
+        return {name: values.mean(0) for name, values in found.items() if names is None or name in names}
 
     def rows(self, of: SummaryName = "mean") -> list[dict[str, Any]]:
         """Return a table row for each head: layer, head, name, and the summary of each statistic, see `summary`.
@@ -242,15 +247,15 @@ class LayerRecord:
 
     def _summarise(self, of: SummaryName, names: Collection[str] | None) -> tuple[dict[str, Tensor], Tensor]:
         """Return the summary of each statistic, and how many queries of each head were left out, (heads,) int64."""
-        repeated = self._means_on_repeats(of, names)
+        others = self._means_on_other_texts(of, names)
         if self.running_summary is not None:
             found, heads = self.running_summary, self.num_heads
             left_out = torch.cat([torch.zeros(heads, dtype=torch.int64), found.sums.num_nonfinite])
-            return found.summary(of, names) | repeated, left_out.view(-1, heads).amax(0)
+            return found.summary(of, names) | others, left_out.view(-1, heads).amax(0)
         measured = self.texts.measured_texts()
         if not measured:  # all batches were empty
-            return repeated, torch.zeros(0, dtype=torch.int64)
-        summary = summarise_samples(measured, of, names) | repeated
+            return others, torch.zeros(0, dtype=torch.int64)
+        summary = summarise_samples(measured, of, names) | others
         return summary, count_nonfinite(measured)
 
     def sample(self, index: int = 0) -> SampleRecord:
@@ -371,6 +376,7 @@ def layer_profiles(
                 known=known,
                 among=among,
                 repeated=layer.repeated,
+                numbers=layer.numbers,
                 progress=progress,
             )
         )
@@ -388,6 +394,7 @@ def kinds_of_summary(layer: LayerRecord, summary: RunningSummary, among: Sequenc
         cross_attention=summary.cross_attention,
         among=among,
         repeated=layer.repeated,
+        numbers=layer.numbers,
     )
 
 

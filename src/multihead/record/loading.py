@@ -250,6 +250,7 @@ def _record_of_metadata(
         if any(one.split is not None and layers[-1].split is None for one in samples):
             raise _InvalidValueError("a sample is split over ranks, but its layer is not")
         layers[-1].repeated = _read_repeated_tokens(each.get("repeated"), tensors, layers[-1].num_heads)
+        layers[-1].numbers = _read_numbers(each.get("numbers", {}), tensors, layers[-1].num_heads, statistics)
         heads += layers[-1].num_heads
         if heads > MAX_HEADS:
             raise _InvalidValueError(f"its layers have more than {MAX_HEADS:,} heads")
@@ -440,6 +441,16 @@ def _read_repeated_tokens(data: Any, tensors: dict[str, Tensor], heads: int) -> 
     )
     start_token = _checked_type(data.get("start_token", ""), str, "start token")  # not in files of earlier versions
     return RepeatedTokens(length, times, _checked_type(data["start"], bool, "start"), shares, levels, start_token)
+
+
+def _read_numbers(data: Any, tensors: dict[str, Tensor], heads: int, own: OwnStatistics) -> dict[str, Tensor]:
+    """Read the numbers of a layer's heads on other texts than those of the record, see `Record.add`."""
+    found = {}
+    for name, place in _checked_type(data, dict, "the numbers of heads").items():
+        found[name] = _checked_tensor(tensors[place], (None, heads), name, torch.float64)
+        if name not in own or not len(found[name]):
+            raise _InvalidValueError("the numbers of heads have no name or no text")
+    return found
 
 
 def _convert_old_bins(bins: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -140,8 +141,8 @@ class LayerKinds:
     Attributes:
         number: number of the layer.
         name: name of the layer.
-        means: name of a statistic -> (heads,) float64, mean over the queries that count; the statistics on repeated
-            random tokens are added if measured.
+        means: name of a statistic -> (heads,) float64, mean over the queries that count; the statistics on other texts,
+            such as repeated random tokens, are added if measured.
         chance: name of a statistic -> (heads,) float64, chance level, for the statistics that have one.
         evidence: name of a statistic -> mean, chance level and standard error, for the statistics in `chance`.
         kinds: names of each head's kinds, the most specific first.
@@ -169,11 +170,12 @@ class LayerKinds:
         cross_attention: bool,
         among: Sequence[Kind],
         repeated: RepeatedTokens | None = None,
+        numbers: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> LayerKinds:
         """Decide the kinds of a layer's heads.
 
         Args:
-            means: name of a statistic -> (heads,) float64; those on repeated random tokens are added.
+            means: name of a statistic -> (heads,) float64; those on other texts are added.
             evidence: name of a statistic -> its comparison with chance.
             number: number of the layer.
             name: name of the layer.
@@ -181,8 +183,10 @@ class LayerKinds:
             cross_attention: whether this is cross-attention, for which some kinds are not defined.
             among: the kinds to choose from.
             repeated: attention of the heads on repeated random tokens; None if it was not measured.
+            numbers: name of a statistic -> (texts, heads) float64, further numbers on other texts.
         """
-        means, evidence = dict(means), dict(evidence)
+        means = {**means, **{name: values.mean(0) for name, values in numbers.items()}}
+        evidence = dict(evidence)
         if repeated is not None:
             means |= repeated.means()
             evidence |= {
@@ -297,6 +301,7 @@ def profile_of_samples(
     known: ChanceCache,
     among: Sequence[Kind],
     repeated: RepeatedTokens | None,
+    numbers: Mapping[str, Tensor],
     progress: Progress | None,
 ) -> LayerProfile:
     """Compute the means, chance levels, kinds and mask of one layer from some of its samples.
@@ -310,6 +315,7 @@ def profile_of_samples(
         known: chance levels of samples with the same visible keys, which are added.
         among: the kinds to choose from.
         repeated: attention of the heads on repeated random tokens; None if it was not measured.
+        numbers: name of a statistic -> (texts, heads) float64, further numbers on other texts.
         progress: called with (queries done, all queries) of a text while its chance levels are computed.
     """
     measure = partial(_statistics_and_chance, special=special, shown=statistics, known=known, progress=progress)
@@ -336,6 +342,7 @@ def profile_of_samples(
         cross_attention=cross_attention,
         among=among,
         repeated=repeated,
+        numbers=numbers,
     )
     return LayerProfile(**vars(whole), visibility=visibility_of(samples[0]))
 

@@ -117,6 +117,10 @@ def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, TensorSto
             "summed": running_summary,
             "repeated": _repeated_tokens_as_json(layer.repeated, tensors, index),
         }
+        if layer.numbers:
+            data["numbers"] = {
+                name: tensors.add_tensor(f"{index}.numbers.{name}", each) for name, each in layer.numbers.items()
+            }
         if layer.split is not None:
             heads, count, kv_heads, kv_count, rank, ranks = layer.split
             data["split"] = [*heads, count, *kv_heads, kv_count, rank, ranks]

@@ -27,7 +27,7 @@ from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.interventions.ablate import scale_heads
 from multihead.interventions.predictions import kl_divergence, likeliest_tokens, token_losses
 from multihead.interventions.replay import Replay
-from multihead.interventions.sweep import BatchInputs, sweep_layers
+from multihead.interventions.sweep import BatchInputs, SweptLayer, copies_per_pass, sweep_layers
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text as locale
 from multihead.models.loading import EncodedText, LoadedModel, ModelDescription, encode, family_head, load
@@ -76,7 +76,6 @@ MAX_CONTINUATION_TOKENS = 40
 """Number of tokens of a greedy continuation of the text."""
 
 _MAX_STORED_RUNS = 2
-_MAX_SWEEP_BYTES = 1 << 28  # largest number of bytes of the predictions of all copies of a batch in a sweep: 256 MiB
 
 HeadFactors = Mapping[tuple[int, int], float]
 """(number of a layer, head) -> the factor of its output; 0 switches it off."""
@@ -291,20 +290,24 @@ class Trial:
 
     def sweep(self, run: TextRun, token: int | None, is_cancelled: IsCancelled) -> Iterator[SweepOfLayer | SweepEnd]:
         """Switch off each head once: yield one item per layer, and at the end the time in seconds."""
-        layers = run.record.layers
+        rows = len(next(iter(run.batch.values())))
+        layers = [
+            SweptLayer(each.number, each.name, each.num_heads, range(each.num_heads), rows)
+            for each in run.record.layers
+        ]
         seconds = floor = 0.0
-        copies = max(1, _MAX_SWEEP_BYTES // max(run.predictions_before.nbytes, 1))
+        copies = copies_per_pass(layers, run.predictions_before.nbytes)
 
         def measure(batch: BatchInputs, num_copies: int) -> Tensor:
             return self.task.measure_effects(run, self._predict(batch), num_copies, token)
 
-        found = sweep_layers(run.replay, run.batch, layers, measure, most_copies=copies)
+        found = sweep_layers(run.replay, run.batch, layers, measure, copies=copies)
         for done in range(1, len(layers) + 1):
             with self._run_until_cancelled(run.replay, is_cancelled):
                 one = next(found)
             seconds, floor = seconds + one.seconds, floor + one.seconds_after_layer
             effects = self.task.describe_sweep(run, one.result_per_head)
-            yield {**effects, "layer": one.layer, "done": done, "total": len(layers)}
+            yield {**effects, "layer": one.layer.number, "done": done, "total": len(layers)}
         peak = peak_memory_of_process()
         yield {"seconds": seconds, "floor_seconds": floor, "peak_mib": None if peak is None else peak >> 20}
 

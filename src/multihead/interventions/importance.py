@@ -1,0 +1,389 @@
+"""`mh.importance`: which heads of a model matter, measured by switching each off once on texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError
+from multihead.errors.given import check_module
+from multihead.interventions.ablate import AblationMethod, Positions, replacement_of
+from multihead.interventions.heads import Head, resolve_heads
+from multihead.interventions.means import HeadMeans, checked_batches
+from multihead.interventions.measures import Measure, measure_of
+from multihead.interventions.prepared import prepare
+from multihead.interventions.replacements import GivenOutput, OutputFunction
+from multihead.interventions.sweep import SweptLayer
+from multihead.locale.texts import text
+from multihead.models import huggingface
+from multihead.probes.catalogue import statistic_of_heads
+from multihead.probes.probe import Statistic
+from multihead.record.table import HeadList, HeadOfLayer, HeadTable
+from multihead.tensors.tracing import run_uncompiled
+
+Method = Literal["exact"]
+STANDARD_ERRORS = 2.0
+"""Number of standard errors from which an effect counts as more than the texts' spread."""
+
+
+@dataclass(frozen=True)
+class EffectsOfLayer:
+    """The effects of a layer's heads on one batch, for the caller's `progress`.
+
+    Attributes:
+        layer: number of the layer.
+        name: name of the layer.
+        batch: index of the batch.
+        effects: (texts, heads) float64, the measure without each head minus the measure with it; NaN for a head that
+            was not switched off.
+        done: number of layers that are done, of all batches.
+        total: number of layers of all batches; None if the number of batches is unknown.
+        seconds: time so far.
+        seconds_left: estimated time for the layers that are left; None if the number of batches is unknown.
+        replayed: whether the blocks before the layer were left out, which gives equal outputs; else the whole model ran
+            for each head.
+    """
+
+    layer: int
+    name: str
+    batch: int
+    effects: Tensor
+    done: int
+    total: int | None
+    seconds: float
+    seconds_left: float | None
+    replayed: bool
+
+
+@dataclass(frozen=True, repr=False)
+class ImportantHead(HeadOfLayer):
+    """A head and its effect on a measure.
+
+    Attributes:
+        effect: the mean over texts of the measure without the head minus the measure with it.
+        standard_error: that of the mean; NaN for one text.
+        shown: how the effect is shown.
+    """
+
+    effect: float
+    standard_error: float
+    shown: Statistic = field(repr=False)
+
+    def __str__(self) -> str:
+        error = "" if math.isnan(self.standard_error) else f" ± {self.shown.number(self.standard_error)}"
+        return f"L{self.layer} H{self.head}: {self.shown.number(self.effect)}{error} {self.shown.unit}".rstrip()
+
+    def cells(self) -> dict[str, str]:
+        """Return the head as a row of a table in a notebook."""
+        numbers = {self.shown.heading: self.effect, "standard error": self.standard_error}
+        return self.place_cells() | {name: self.shown.number(value) for name, value in numbers.items()}
+
+
+@dataclass(frozen=True, repr=False)
+class Importance:
+    """The effect of each head of a model on a measure, over texts; what `mh.importance` returned.
+
+    Attributes:
+        measure: the number of each text.
+        by: what replaced the output: "zero", "mean", "resample", "vector" or "function".
+        method: "exact".
+        layers: the layers in the order in which they first ran.
+        effects_of_texts: name of a layer -> (texts, heads) float64, the measure without each head minus the measure
+            with it; NaN for a head that was not switched off.
+        baseline: (texts,) float64, the measure with all heads on.
+        replayed: whether the blocks before each layer were left out, with equal outputs; else the whole model ran.
+        seconds: how long it took.
+
+    >>> import torch, multihead as mh
+    >>> layer, x = mh.MultiHeadAttention(embed_dim=8, num_heads=2), torch.randn(5, 6, 8)
+    >>> found = mh.importance(layer, x, mh.Measure(lambda output, batch: output.norm(dim=(1, 2)), "norm"))
+    >>> found
+    <Importance of 2 heads for norm over 5 texts, by zero, exact>
+    >>> found.effects.shape, len(found.heads(1))
+    (torch.Size([1, 2]), 1)
+    """
+
+    measure: Measure
+    by: str
+    method: Method
+    layers: tuple[SweptLayer, ...]
+    effects_of_texts: Mapping[str, Tensor]
+    baseline: Tensor
+    replayed: bool
+    seconds: float
+
+    @property
+    def texts(self) -> int:
+        """Number of texts."""
+        return len(self.baseline)
+
+    @cached_property
+    def effects(self) -> Tensor:
+        """The mean effect over texts: (layers, heads) float64, NaN where there is no such head."""
+        return self._by_layer(lambda values: values.mean(0))
+
+    @cached_property
+    def standard_errors(self) -> Tensor:
+        """The standard error of each mean effect: (layers, heads) float64, NaN for one text."""
+        return self._by_layer(
+            lambda values: values.std(0) / len(values) ** 0.5 if len(values) > 1 else values[0] * torch.nan
+        )
+
+    def _by_layer(self, of: Callable[[Tensor], Tensor]) -> Tensor:
+        rows = [of(self.effects_of_texts[layer.name]) for layer in self.layers]
+        widest = max(map(len, rows))
+        return torch.stack([nn.functional.pad(row, (0, widest - len(row)), value=torch.nan) for row in rows])
+
+    @property
+    def statistic(self) -> Statistic:
+        """How an effect is shown; its name is that of the column in a record."""
+        return statistic_of_heads("effect", self.measure.name, self.measure.unit, self.by)
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        """Name -> statistic of each column that `Record.add` adds."""
+        return {self.statistic.name: self.statistic}
+
+    @property
+    def by_layer(self) -> dict[str, dict[str, Tensor]]:
+        """Name of a layer -> name of a statistic -> (texts, heads) float64, for `Record.add`."""
+        return {layer.name: {self.statistic.name: self.effects_of_texts[layer.name]} for layer in self.layers}
+
+    def heads(self, top: int | None = None) -> HeadList[ImportantHead]:
+        """Return the heads that were switched off, the most important first.
+
+        A head is important if the measure gets worse without it. Of a measure without a direction the size counts.
+
+        Args:
+            top: how many; None returns all.
+        """
+        effects, errors = self.effects, self.standard_errors
+        sign = {True: -1.0, False: 1.0}.get(self.measure.more_is_better)  # type: ignore[arg-type]
+        found = [
+            ImportantHead(
+                layer.number, head, layer.name, float(effects[row, head]), float(errors[row, head]), self.statistic
+            )
+            for row, layer in enumerate(self.layers)
+            for head in layer.heads
+        ]
+        found.sort(key=lambda each: -abs(each.effect) if sign is None else -sign * each.effect)
+        return HeadList(found[:top])
+
+    def table(self, *, sort: str = "layer", top: int | None = None) -> HeadTable:
+        """Return a table with one row per head: layer, head, effect, standard error and number of texts.
+
+        Args:
+            sort: "layer", or a column, whose largest values come first.
+            top: how many rows to keep; None keeps all.
+
+        Raises:
+            ArgumentError: there is no such column, or `top` is less than 1.
+        """
+        rows = [
+            {
+                "layer": each.layer,
+                "head": each.head,
+                "name": each.name,
+                "effect": each.effect,
+                "standard_error": each.standard_error,
+                "texts": self.texts,
+            }
+            for each in self.heads()
+        ]
+        unit = self.measure.unit
+        shown = {
+            "effect": Statistic("effect", label=self.statistic.label, unit=unit),
+            "standard_error": Statistic("standard_error", unit=unit),
+        }
+        return HeadTable.from_rows(rows, sort=sort, top=top, statistics=shown)
+
+    @property
+    def beyond_errors(self) -> int:
+        """Number of heads whose effect is more than two standard errors from 0."""
+        return int((self.effects.abs() > STANDARD_ERRORS * self.standard_errors).sum())
+
+    @property
+    def expected_by_chance(self) -> float:
+        """Number of heads of which this is expected if no head has an effect, by Student's t distribution."""
+        heads = int(self.effects.isfinite().sum())
+        return heads * chance_beyond(STANDARD_ERRORS, self.texts - 1) if self.texts > 1 else math.nan
+
+    def describe(self, lang: str = "en") -> str:
+        """Describe the result in sentences: how many heads have an effect, how many would by chance, and how it ran.
+
+        Args:
+            lang: "en" or "zh".
+        """
+        values = {
+            "heads": int(self.effects.isfinite().sum()),
+            "texts": self.texts,
+            "beyond": self.beyond_errors,
+            "chance": f"{self.expected_by_chance:.0f}",
+        }
+        part = "one text" if self.texts == 1 else "several texts"
+        ran = "replayed" if self.replayed else "whole"
+        return "".join(text(f"importance.{each}", lang, **values) for each in (part, ran))
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def __repr__(self) -> str:
+        heads = int(self.effects.isfinite().sum())
+        how = f"by {self.by}, {self.method}"
+        return f"<Importance of {heads} heads for {self.measure.name} over {self.texts} texts, {how}>"
+
+    def _repr_html_(self) -> str:
+        return self.heads()._repr_html_()
+
+
+def importance(
+    model: nn.Module,
+    batches: Iterable[Any],
+    measure: Measure | Callable[[Any, Any], Tensor] | None = None,
+    by: AblationMethod | Tensor | OutputFunction = "zero",
+    method: Method = "exact",
+    *,
+    heads: Head | Iterable[Head] | None = None,
+    positions: Positions = None,
+    reference: HeadMeans | Iterable[Any] | None = None,
+    seed: int = 0,
+    progress: Callable[[EffectsOfLayer], object] | None = None,
+) -> Importance:
+    """Switch off each head of a model once, and return how much a measure of its output changes.
+
+    Each effect is that of `mh.ablate` with one head: the measure without the head minus the measure with it, per text.
+    All heads of a layer are switched off in few forward passes, each in a copy of the batch, and the blocks before the
+    layer are not run again, if a replay with all heads on gives equal outputs. Texts count alike, whatever their
+    length. No gradients are computed, and the model keeps its mode: in training mode it applies dropout.
+
+    Args:
+        model: a module with attention layers of this library, or a Hugging Face model.
+        batches: what to call the model with, as for `mh.head_means`: dicts of arguments, tuples or tensors. Each batch
+            is read to its end before the next one is taken.
+        measure: a `mh.Measure` such as `mh.logit_difference(token, other)`, or a function f(output, batch) -> (texts,);
+            None is the mean loss of the next token of each text, in nats.
+        by: what replaces the output of a head, as for `mh.ablate`. A function takes a forward pass per head.
+        method: "exact".
+        heads: the heads to switch off, as for `mh.ablate`; None for all.
+        positions: the tokens whose output is replaced, as for `mh.ablate`.
+        reference: for by="mean", batches of the model's inputs, or the result of `mh.head_means`.
+        seed: for by="resample", which other text each text gets.
+        progress: called with the `EffectsOfLayer` of each layer and batch as it is done; the first call has an estimate
+            of the time for all. An error that it raises ends the run.
+
+    Returns:
+        the effects, with standard errors over texts.
+
+    Raises:
+        ArgumentError: an option does not fit, the model has one head, or the measure is not one finite number per text.
+        ModelError: `model` has no attention layer, or a named head never ran.
+
+    >>> import torch, multihead as mh
+    >>> _ = torch.manual_seed(0)
+    >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+    >>> found = mh.importance(layer, torch.randn(5, 6, 8), mh.Measure(lambda output, batch: output.norm(dim=(1, 2))))
+    >>> found.effects.shape, found.standard_errors.shape, found.texts
+    (torch.Size([1, 2]), torch.Size([1, 2]), 5)
+    >>> found.table().rows[0].keys()
+    dict_keys(['layer', 'head', 'name', 'effect', 'standard_error', 'texts'])
+    """
+    if method != "exact":
+        raise ArgumentError(f"method is {method!r}.", 'Give "exact".')
+    check_module(model)
+    root: nn.Module = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
+    keys = None if heads is None else resolve_heads(root, heads)
+    chosen = measure_of(root, measure)
+    replacement = replacement_of(root, by, reference=reference, seed=seed)
+    one_by_one = isinstance(replacement, GivenOutput) and not isinstance(replacement.by, Tensor)
+    run = _Run(len(batches) if isinstance(batches, Sequence) else 1 if isinstance(batches, (Tensor, Mapping)) else None)
+    with ExitStack() as stack:
+        stack.enter_context(huggingface.install(root))
+        stack.enter_context(run_uncompiled())
+        stack.enter_context(torch.no_grad())
+        for index, batch in enumerate(checked_batches(root, batches)):
+            prepared = prepare(root, batch, chosen, keys=keys, one_by_one=one_by_one)
+            run.begin(prepared.layers, prepared.baseline, replayed=prepared.replay.is_exact)
+            for swept in prepared.sweep(
+                replacement, [layer for layer in prepared.layers if layer.heads], positions=positions
+            ):
+                step = run.add(index, swept.layer, swept.result_per_head)
+                if progress is not None:
+                    progress(step)
+    return run.result(chosen, by if isinstance(by, str) else "vector" if isinstance(by, Tensor) else "function", method)
+
+
+@dataclass(eq=False)
+class _Run:
+    """The effects that were measured so far.
+
+    Attributes:
+        batches: number of batches; None if it is unknown.
+    """
+
+    batches: int | None
+    layers: list[SweptLayer] = field(default_factory=list)
+    effects: dict[str, list[Tensor]] = field(default_factory=dict)  # name of a layer -> (texts, heads) of each batch
+    baselines: list[Tensor] = field(default_factory=list)
+    replayed: bool = True
+    begun: float = field(default_factory=perf_counter)
+    _done: list[SweptLayer] = field(default_factory=list)  # of this batch
+
+    def begin(self, layers: list[SweptLayer], baseline: Tensor, *, replayed: bool) -> None:
+        """Begin a batch, whose heads are all on."""
+        if self.layers and [each.name for each in layers] != [each.name for each in self.layers]:
+            raise ArgumentError("Two batches ran other layers of the model.", "Give batches of one kind.")
+        self.layers, self.replayed, self._done = layers, self.replayed and replayed, []
+        self.baselines.append(baseline.double().cpu())
+        for layer in layers:
+            nothing = torch.full((len(baseline), layer.num_heads), torch.nan, dtype=torch.float64)
+            self.effects.setdefault(layer.name, []).append(nothing)
+
+    def add(self, batch: int, layer: SweptLayer, without: Tensor) -> EffectsOfLayer:
+        """Add what was measured without each head of a layer, (heads, texts)."""
+        effects = self.effects[layer.name][-1]
+        effects[:, list(layer.heads)] = (without.double().cpu() - self.baselines[-1]).T
+        self._done.append(layer)
+        seconds, left, count = perf_counter() - self.begun, None, sum(bool(each.heads) for each in self.layers)
+        if self.batches is not None:
+            whole = sum(map(self._cost, self.layers))
+            spent = batch * whole + sum(map(self._cost, self._done))
+            left = seconds * (self.batches * whole - spent) / spent
+        total = None if self.batches is None else self.batches * count
+        done = batch * count + len(self._done)
+        return EffectsOfLayer(layer.number, layer.name, batch, effects, done, total, seconds, left, self.replayed)
+
+    def _cost(self, layer: SweptLayer) -> float:
+        """Return how long the heads of a layer take, in any unit: a replay runs the layers from it on."""
+        share = 1 - self.layers.index(layer) / len(self.layers) if self.replayed else 1.0
+        return share * len(layer.heads)
+
+    def result(self, measure: Measure, by: str, method: Method) -> Importance:
+        """Return the effects over all batches."""
+        effects = {name: torch.cat(found) for name, found in self.effects.items()}
+        baseline = torch.cat(self.baselines)
+        seconds = perf_counter() - self.begun
+        return Importance(measure, by, method, tuple(self.layers), effects, baseline, self.replayed, seconds)
+
+
+def chance_beyond(errors: float, freedom: int) -> float:
+    """Return the chance that Student's t with some degrees of freedom is further from 0 than a number.
+
+    >>> round(270 * chance_beyond(2.0, 19), 1)  # 270 heads, 20 texts
+    16.2
+    """
+    angle = math.atan2(errors, math.sqrt(freedom))
+    cosine, odd = math.cos(angle) ** 2, freedom % 2
+    term = total = math.cos(angle) if odd else 1.0
+    for k in range(3 if odd else 2, freedom - 1, 2):
+        term *= cosine * (k - 1) / k
+        total += term
+    series = math.sin(angle) * total * (freedom > 1)
+    return 1 - (2 / math.pi * (angle + series) if odd else series)
