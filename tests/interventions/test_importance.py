@@ -285,7 +285,7 @@ WRONG: dict[str, tuple[Callable[[Any, Tensor], object], str]] = {
     ),
     "method": (
         lambda layer, x: mh.importance(layer, x, small()[2], method="attribution"),
-        "method is 'attribution'. Give \"exact\".",
+        'method is \'attribution\'. Give "exact" or "gradient".',
     ),
     "reference": (
         lambda layer, x: mh.importance(layer, x, small()[2], by="mean"),

@@ -211,7 +211,7 @@ class Intervention:
     _active_run: _InterventionRun | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.positions = _check_positions(self.positions)
+        self.positions = check_positions(self.positions)
         self.samples = _check_indices("samples", self.samples, "sample")
 
     def __repr__(self) -> str:
@@ -319,7 +319,10 @@ class _InterventionRun:
         heads = factors_of_layer.heads.to(output.device)
         factors = factors_of_layer.of_queries(call, output)
         new, scales = self.intervention.replacement.replace(call, output, heads, factors)
-        where = self._changed_queries(call)  # (batch, queries)
+        intervention = self.intervention
+        where = None
+        if intervention.replacement.needs_tokens or (intervention.positions, intervention.samples) != (None, None):
+            where = chosen_queries(call, intervention.positions, intervention.samples)  # (batch, queries)
         if where is None:
             touched: Tensor | bool = output.numel() > 0
             of_query = scales
@@ -360,23 +363,6 @@ class _InterventionRun:
             )
         return keys, LayerFactors.of(chosen)
 
-    def _changed_queries(self, call: FollowedCall) -> Tensor | None:
-        """Return the queries whose output is changed, (batch, queries) bool; None if the tokens do not matter."""
-        positions, samples = self.intervention.positions, self.intervention.samples
-        if positions is None and samples is None and not self.intervention.replacement.needs_tokens:
-            return None
-        text, position = call.tokens
-        where = position >= 0
-        if isinstance(positions, slice):
-            first, stop, step = positions.start or 0, positions.stop, positions.step or 1
-            where = where & (position >= first) & ((position - first) % step == 0)
-            where = where if stop is None else where & (position < stop)
-        elif positions is not None:
-            where = where & torch.isin(position, torch.tensor(positions, device=position.device))
-        if samples is not None:
-            where = where & torch.isin(text, torch.tensor(samples, device=text.device))
-        return where
-
     def check_applied(self) -> None:
         """Raise a ModelError if the output of a named head was never changed in the block."""
         missed = [key for key in self.intervention.heads if not bool(self.reached_heads.get(key, False))]
@@ -388,6 +374,21 @@ class _InterventionRun:
             "Run the given model and not a copy of it, with inputs that reach these layers and have the positions and "
             "samples.",
         )
+
+
+def chosen_queries(call: FollowedCall, positions: Positions, samples: Sequence[int] | None = None) -> Tensor:
+    """Return the queries of a call whose output is changed, (batch, queries) bool; see `ablate`. None chooses all."""
+    text, position = call.tokens
+    where = position >= 0
+    if isinstance(positions, slice):
+        first, stop, step = positions.start or 0, positions.stop, positions.step or 1
+        where = where & (position >= first) & ((position - first) % step == 0)
+        where = where if stop is None else where & (position < stop)
+    elif positions is not None:
+        where = where & torch.isin(position, torch.tensor(positions, device=position.device))
+    if samples is not None:
+        where = where & torch.isin(text, torch.tensor(samples, device=text.device))
+    return where
 
 
 def _means_of_reference(model: nn.Module, reference: HeadMeans | Iterable[Any] | None, over: MeanOver) -> HeadMeans:
@@ -422,7 +423,7 @@ def _check_some_heads_stay(model: nn.Module, keys: list[HeadKey]) -> None:
         raise ArgumentError("The heads are all heads of the model.", "Leave some on.")
 
 
-def _check_positions(positions: Any) -> tuple[int, ...] | slice | None:
+def check_positions(positions: Any) -> tuple[int, ...] | slice | None:
     """Return positions as sorted ints or a slice; reject negative ones, because the end of a text may be unknown."""
     if isinstance(positions, slice):
         numbers = [each for each in (positions.start, positions.stop, positions.step) if each is not None]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError
 from multihead.errors.given import check_module
-from multihead.interventions.ablate import AblationMethod, Positions, replacement_of
+from multihead.interventions.ablate import AblationMethod, Positions, check_positions, replacement_of
+from multihead.interventions.gates import gradients_of_gates
 from multihead.interventions.heads import Head, resolve_heads
 from multihead.interventions.means import HeadMeans, checked_batches
 from multihead.interventions.measures import Measure, measure_of
@@ -29,7 +30,7 @@ from multihead.probes.probe import Statistic
 from multihead.record.table import HeadList, HeadOfLayer, HeadTable
 from multihead.tensors.tracing import run_uncompiled
 
-Method = Literal["exact"]
+Method = Literal["exact", "gradient"]
 STANDARD_ERRORS = 2.0
 """Number of standard errors from which an effect counts as more than the texts' spread."""
 
@@ -94,7 +95,7 @@ class Importance:
     Attributes:
         measure: the number of each text.
         by: what replaced the output: "zero", "mean", "resample", "vector" or "function".
-        method: "exact".
+        method: "exact", or "gradient": effects are first-order estimates.
         layers: the layers in the order in which they first ran.
         effects_of_texts: name of a layer -> (texts, heads) float64, the measure without each head minus the measure
             with it; NaN for a head that was not switched off.
@@ -137,6 +138,14 @@ class Importance:
             lambda values: values.std(0) / len(values) ** 0.5 if len(values) > 1 else values[0] * torch.nan
         )
 
+    @cached_property
+    def sensitivities(self) -> Tensor:
+        """The mean over texts of the size of each effect: (layers, heads) float64, NaN where there is no such head.
+
+        Of method="gradient" this is the mean of |dL/dgate| (arXiv:1905.10650).
+        """
+        return self._by_layer(lambda values: values.abs().mean(0))
+
     def _by_layer(self, of: Callable[[Tensor], Tensor]) -> Tensor:
         rows = [of(self.effects_of_texts[layer.name]) for layer in self.layers]
         widest = max(map(len, rows))
@@ -145,17 +154,31 @@ class Importance:
     @property
     def statistic(self) -> Statistic:
         """How an effect is shown; its name is that of the column in a record."""
-        return statistic_of_heads("effect", self.measure.name, self.measure.unit, self.by)
+        return statistic_of_heads(
+            "effect" if self.method == "exact" else "estimate", self.measure.name, self.measure.unit, self.by
+        )
 
     @property
     def statistics(self) -> dict[str, Statistic]:
         """Name -> statistic of each column that `Record.add` adds."""
-        return {self.statistic.name: self.statistic}
+        return {each.name: each for each in (self.statistic, *self._sensitivity)}
+
+    @property
+    def _sensitivity(self) -> list[Statistic]:
+        """The statistic of the sensitivities; none of exact effects."""
+        measure = self.measure
+        found = statistic_of_heads("sensitivity", measure.name, measure.unit, self.by)
+        return [found] if self.method == "gradient" else []
 
     @property
     def by_layer(self) -> dict[str, dict[str, Tensor]]:
         """Name of a layer -> name of a statistic -> (texts, heads) float64, for `Record.add`."""
-        return {layer.name: {self.statistic.name: self.effects_of_texts[layer.name]} for layer in self.layers}
+        effects = self.effects_of_texts
+        return {
+            layer.name: {self.statistic.name: effects[layer.name]}
+            | {each.name: effects[layer.name].abs() for each in self._sensitivity}
+            for layer in self.layers
+        }
 
     def heads(self, top: int | None = None) -> HeadList[ImportantHead]:
         """Return the heads that were switched off, the most important first.
@@ -187,6 +210,7 @@ class Importance:
         Raises:
             ArgumentError: there is no such column, or `top` is less than 1.
         """
+        numbers = {layer.number: row for row, layer in enumerate(self.layers)}
         rows = [
             {
                 "layer": each.layer,
@@ -194,6 +218,11 @@ class Importance:
                 "name": each.name,
                 "effect": each.effect,
                 "standard_error": each.standard_error,
+                **(
+                    {"sensitivity": float(self.sensitivities[numbers[each.layer], each.head])}
+                    if self._sensitivity
+                    else {}
+                ),
                 "texts": self.texts,
             }
             for each in self.heads()
@@ -202,6 +231,7 @@ class Importance:
         shown = {
             "effect": Statistic("effect", label=self.statistic.label, unit=unit),
             "standard_error": Statistic("standard_error", unit=unit),
+            "sensitivity": Statistic("sensitivity", unit=unit),
         }
         return HeadTable.from_rows(rows, sort=sort, top=top, statistics=shown)
 
@@ -229,7 +259,7 @@ class Importance:
             "chance": f"{self.expected_by_chance:.0f}",
         }
         part = "one text" if self.texts == 1 else "several texts"
-        ran = "replayed" if self.replayed else "whole"
+        ran = self.method if self.method == "gradient" else "replayed" if self.replayed else "whole"
         return "".join(text(f"importance.{each}", lang, **values) for each in (part, ran))
 
     def __str__(self) -> str:
@@ -262,7 +292,7 @@ def importance(
     Each effect is that of `mh.ablate` with one head: the measure without the head minus the measure with it, per text.
     All heads of a layer are switched off in few forward passes, each in a copy of the batch, and the blocks before the
     layer are not run again, if a replay with all heads on gives equal outputs. Texts count alike, whatever their
-    length. No gradients are computed, and the model keeps its mode: in training mode it applies dropout.
+    length. The model keeps its mode: in training mode it applies dropout. No parameter gets a gradient.
 
     Args:
         model: a module with attention layers of this library, or a Hugging Face model.
@@ -271,7 +301,9 @@ def importance(
         measure: a `mh.Measure` such as `mh.logit_difference(token, other)`, or a function f(output, batch) -> (texts,);
             None is the mean loss of the next token of each text, in nats.
         by: what replaces the output of a head, as for `mh.ablate`. A function takes a forward pass per head.
-        method: "exact".
+        method: "exact", or "gradient": a first-order estimate of each effect by zero or by the mean, from one forward
+            and one backward pass per batch: minus the gradient of the measure for a gate on the head, which is 1 where
+            the head writes its own output and 0 where it is replaced. Its size is the sensitivity (arXiv:1905.10650).
         heads: the heads to switch off, as for `mh.ablate`; None for all.
         positions: the tokens whose output is replaced, as for `mh.ablate`.
         reference: for by="mean", batches of the model's inputs, or the result of `mh.head_means`.
@@ -283,7 +315,8 @@ def importance(
         the effects, with standard errors over texts.
 
     Raises:
-        ArgumentError: an option does not fit, the model has one head, or the measure is not one finite number per text.
+        ArgumentError: an option does not fit, the model has one head, or the measure is not one finite number per text,
+            or has no gradient.
         ModelError: `model` has no attention layer, or a named head never ran.
 
     >>> import torch, multihead as mh
@@ -295,26 +328,34 @@ def importance(
     >>> found.table().rows[0].keys()
     dict_keys(['layer', 'head', 'name', 'effect', 'standard_error', 'texts'])
     """
-    if method != "exact":
-        raise ArgumentError(f"method is {method!r}.", 'Give "exact".')
+    if method not in ("exact", "gradient"):
+        raise ArgumentError(f"method is {method!r}.", 'Give "exact" or "gradient".')
     check_module(model)
     root: nn.Module = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
     keys = None if heads is None else resolve_heads(root, heads)
     chosen = measure_of(root, measure)
     replacement = replacement_of(root, by, reference=reference, seed=seed)
+    if method == "gradient" and (not isinstance(by, str) or by == "resample"):
+        raise ArgumentError('method="gradient" estimates the effect by "zero" or "mean".', "Give one of them as by=.")
     one_by_one = isinstance(replacement, GivenOutput) and not isinstance(replacement.by, Tensor)
     run = _Run(len(batches) if isinstance(batches, Sequence) else 1 if isinstance(batches, (Tensor, Mapping)) else None)
     with ExitStack() as stack:
         stack.enter_context(huggingface.install(root))
         stack.enter_context(run_uncompiled())
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.set_grad_enabled(method == "gradient"))
         for index, batch in enumerate(checked_batches(root, batches)):
-            prepared = prepare(root, batch, chosen, keys=keys, one_by_one=one_by_one)
-            run.begin(prepared.layers, prepared.baseline, replayed=prepared.replay.is_exact)
-            for swept in prepared.sweep(
-                replacement, [layer for layer in prepared.layers if layer.heads], positions=positions
-            ):
-                step = run.add(index, swept.layer, swept.result_per_head)
+            found: Iterable[tuple[SweptLayer, Tensor]]
+            if method == "gradient":
+                gates = gradients_of_gates(root, batch, chosen, replacement, check_positions(positions))
+                layers = gates.layers.choose(keys)
+                run.begin(layers, gates.baseline, replayed=False)
+                found = ((layer, -gates.gradients[layer.name][:, list(layer.heads)]) for layer in layers)
+            else:
+                prepared = prepare(root, batch, chosen, keys=keys, one_by_one=one_by_one)
+                run.begin(prepared.layers, prepared.baseline, replayed=prepared.replay.is_exact)
+                found = prepared.effects(replacement, positions=positions)
+            for layer, effects in found:
+                step = run.add(index, layer, effects)
                 if progress is not None:
                     progress(step)
     return run.result(chosen, by if isinstance(by, str) else "vector" if isinstance(by, Tensor) else "function", method)
@@ -346,10 +387,10 @@ class _Run:
             nothing = torch.full((len(baseline), layer.num_heads), torch.nan, dtype=torch.float64)
             self.effects.setdefault(layer.name, []).append(nothing)
 
-    def add(self, batch: int, layer: SweptLayer, without: Tensor) -> EffectsOfLayer:
-        """Add what was measured without each head of a layer, (heads, texts)."""
+    def add(self, batch: int, layer: SweptLayer, measured: Tensor) -> EffectsOfLayer:
+        """Add the effects of the heads of a layer that were switched off, (texts, heads)."""
         effects = self.effects[layer.name][-1]
-        effects[:, list(layer.heads)] = (without.double().cpu() - self.baselines[-1]).T
+        effects[:, list(layer.heads)] = measured.double().cpu()
         self._done.append(layer)
         seconds, left, count = perf_counter() - self.begun, None, sum(bool(each.heads) for each in self.layers)
         if self.batches is not None:

@@ -19,7 +19,7 @@ from multihead.interventions.means import run_batch
 from multihead.interventions.measures import Measure
 from multihead.interventions.replacements import Replacement, ResampledOutput
 from multihead.interventions.replay import Replay, repeat_batch
-from multihead.interventions.sweep import LayerSweep, SweptLayer, copies_per_pass, sweep_layers
+from multihead.interventions.sweep import SweptLayer, copies_per_pass, sweep_layers
 
 
 @dataclass(eq=False)
@@ -44,22 +44,24 @@ class PreparedBatch:
     layers: list[SweptLayer]
     baseline: Tensor
 
-    def sweep(
-        self, replacement: Replacement | None, layers: Sequence[SweptLayer], *, positions: Positions = None
-    ) -> Iterator[LayerSweep]:
-        """Switch off each head of some layers once; yield (heads, texts), the measure without each."""
+    def effects(self, replacement: Replacement, *, positions: Positions = None) -> Iterator[tuple[SweptLayer, Tensor]]:
+        """Switch off each head once; yield layer by layer the measure without each minus `baseline`, (texts, heads).
+
+        Layers of which no head is switched off are left out.
+        """
         if isinstance(replacement, ResampledOutput):
             replacement = replace(replacement, copies=self.copies)
-        return sweep_layers(
+        for swept in sweep_layers(
             self.replay,
             self.batch,
-            layers,
+            [layer for layer in self.layers if layer.heads],
             lambda batch, copies: self._measure(run_batch(self.model, batch), copies),
             copies=self.copies,
             stored_copies=self.copies,
             replacement=replacement,
             positions=positions,
-        )
+        ):
+            yield swept.layer, (swept.result_per_head.double() - self.baseline.double()).T
 
     def _measure(self, output: Any, copies: int) -> Tensor:
         """Return the measure of the texts of each copy, (copies, texts)."""
@@ -151,9 +153,7 @@ def prepare(
     with follow_calls(model, found.add), replay.store_block_outputs():
         output = run_batch(model, batch)
     layers = found.choose(keys)
-    rows = next((len(each) for each in _tensors_in(batch) if each.dim()), 1)
-    texts = {rows, *(layer.texts for layer in layers if layer.texts)}
-    baseline = measure.of_texts(output, batch, texts)
+    baseline = measure.of_texts(output, batch, numbers_of_texts(batch, found))
     needed = sum(each.nbytes for each in (*_tensors_in(output), *_tensors_in([*replay.block_outputs.values()])))
     copies = 1 if one_by_one else copies_per_pass(layers, needed)
     prepared = PreparedBatch(model, batch, measure, replay, 1, layers, baseline)
@@ -162,6 +162,12 @@ def prepare(
     again = repeat_batch(batch, prepared.copies)
     prepared.replay.check_exactness(lambda: _tensors_in(run_batch(model, again)), _tensors_in(output))
     return prepared
+
+
+def numbers_of_texts(batch: Any, layers: ReadLayers) -> set[int]:
+    """Return the numbers of texts that a batch may have: its rows, or the texts that its layers count in them."""
+    rows = next((len(each) for each in _tensors_in(batch) if each.dim()), 1)
+    return {rows, *(layer.texts for layer in layers.found.values() if layer.texts)}
 
 
 def _in_copies(one: PreparedBatch, found: ReadLayers, expected: Any, copies: int) -> tuple[PreparedBatch, Any] | None:
