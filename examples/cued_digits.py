@@ -3,7 +3,7 @@
 A picture is a collage of four digits of scikit-learn's, two by two, under a row of four marks, of which one is white
 and says which digit to name. `make demo-image` installs scikit-learn for its file of digits, and runs this.
 
-    python examples/cued_digits.py [--seed 0] [--steps 2500] [--out digits.html] [--browser]
+    python examples/cued_digits.py [--seed 0] [--steps 1500] [--out digits.html] [--browser]
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ import multihead as mh
 
 PATCH = 4
 LAYERS, HEADS = 2, 4
+# Spread of the random weights. Heads begin with patterns of their own, of which training sharpens one that reads the
+# cue; with the usual 0.02 all begin even, and training takes four times as long and finds other ways in some seeds.
+SPREAD = 0.2
 CUE_PATCHES = 4  # the first row of patches
 HELD_OUT = 1000  # collages that are classified
 WATCHED = 100  # collages whose weights are read
@@ -103,6 +106,7 @@ def build_model() -> ViTForImageClassification:
             num_labels=10,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
+            initializer_range=SPREAD,
         )
     )
 
@@ -157,13 +161,8 @@ def measure_heads(model: ViTForImageClassification, test: Collages, reference: T
 
 
 def find_cue_head(costs: list[Cost]) -> Cost:
-    """Return the first-layer head that reads the cue row most; if that is not most of what it reads, one of any layer.
-
-    Of several heads of later layers it is the one that costs most.
-    """
-    first = max(costs[:HEADS], key=lambda cost: cost.cue)
-    readers = [cost for cost in costs if cost.cue > LEAST_SHARE]
-    return first if first.cue > LEAST_SHARE or not readers else max(readers, key=lambda cost: cost.by_zero)
+    """Return the first-layer head whose class token has most of its weight on the cue row."""
+    return max((cost for cost in costs if cost.layer == 0), key=lambda cost: cost.cue)
 
 
 def describe(cost: Cost) -> str:
@@ -178,7 +177,7 @@ def main() -> int:
     """Train, measure, print, and write the page of one collage; return 0 if the cue head is found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--out", default="digits.html", help="the page of one collage")
     parser.add_argument("--browser", action="store_true", help="open the page")
     options = parser.parse_args()
@@ -197,27 +196,27 @@ def main() -> int:
     for cost in costs:
         print(describe(cost))
     cue_head = find_cue_head(costs)
-    reader = max(costs, key=lambda cost: cost.quadrant)
+    readers = [cost for cost in costs if cost.quadrant > LEAST_SHARE]
+    reader = min(readers or costs[HEADS:], key=lambda cost: cost.by_zero)
     print(f"\nThe cue head is L{cue_head.layer} H{cue_head.head}.")
-    if cue_head.layer:
-        print("It is in a later layer, where the tokens of the cue row may carry what they have read themselves.")
     print(
-        f"L{reader.layer} H{reader.head} reads the digit itself most, and costs {100 * reader.by_zero:.1f} points: "
-        "where a head looks is not what it is needed for."
+        f"L{reader.layer} H{reader.head} reads the digit itself, with {reader.quadrant:.0%} of its weight, and costs "
+        f"{100 * reader.by_zero:.1f} points: where a head looks is not what it is needed for."
     )
     with torch.no_grad(), mh.observe(model) as seen:
         model(test.pictures[:1])
     seen.title = f"A ViT that names digit {int(test.cued[0]) + 1} of 4"
     page = seen.report(options.out)
-    print(f"\nThe page of one collage: {page}\n{time.monotonic() - began:.0f} s")
+    print(f"\nThe page of one collage: {page}")
+    print(f"{time.monotonic() - began:.0f} s, {time.process_time():.0f} s of CPU time")
     if options.browser:
         webbrowser.open(Path(options.out).resolve().as_uri())
     lost = min(cue_head.by_zero, cue_head.by_mean)
     found = whole > LEAST_ACCURACY and cue_head.cue > LEAST_SHARE and lost > LEAST_COST
     if not found:
         print(
-            f"Expected: over {LEAST_ACCURACY:.0%}, and a head with over {LEAST_SHARE:.0%} on the cue row that costs "
-            f"over {100 * LEAST_COST:.0f} points."
+            f"Expected: over {LEAST_ACCURACY:.0%}, and a first-layer head with over {LEAST_SHARE:.0%} on the cue row "
+            f"that costs over {100 * LEAST_COST:.0f} points."
         )
     return 0 if found else 1
 

@@ -17,10 +17,11 @@ _ANSWER = {40: "the", 41: "cat", 42: "sits"}
 
 
 @cache
-def encoder() -> Record:
-    """A ViT of three layers of two heads that reads 2 x 3 patches and a class token."""
+def encoder(layers: int = 3, heads: int = 2) -> Record:
+    """A ViT that reads 2 x 3 patches and a class token, with heads of 8 features."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": 8 * heads}
+    sizes["intermediate_size"] = 16
     model = hf.ViTModel(hf.ViTConfig(**sizes, image_size=(8, 12), patch_size=4, initializer_range=0.5)).eval()
     with torch.no_grad(), mh.observe(model) as seen:
         model(pixel_values=torch.randn(1, 3, 8, 12))

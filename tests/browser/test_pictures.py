@@ -87,7 +87,7 @@ def test_the_first_sentence_has_the_head_its_share_of_the_picture_and_its_strong
     weights = encoder().layers[1].weights(1)[0]
     patch = list(expected_values(1, 1, 0))[int(weights[1:].argmax())]
     assert shown.text("#lead") == (
-        "This model cuts the picture into 2 × 3 patches. L1 H1 reads for “[CLS]”, a token of the model’s own: "
+        "This model cuts the picture into 2 × 3 patches. L1 H1 reads for [CLS], the token that names the class: "
         f"{float(weights[1:].sum()) * 100:.0f} % from the picture, most from {patch}. "
         "Choose a patch to see what is read for it."
     )
@@ -128,8 +128,19 @@ def test_a_report_with_some_rows_shows_the_nearest_patch_or_says_that_it_has_non
     shown.at("#placed").focus()
     shown.press("ArrowDown", "Enter")  # r1 c1, of whose neighbours r2 c2 is in the raster
     assert shown.text("#placenote") == (
-        "This file does not hold the weights of “r1 c1”: those of r2 c2, the nearest patch that it holds, are shown."
+        "This file does not hold the weights of r1 c1: those of r2 c2, the nearest patch that it holds, are shown."
     )
+
+
+@pytest.mark.parametrize(("options", "lines"), [(DESKTOP, 2), (PHONE, 5)], ids=["desktop", "phone"])
+def test_heads_that_do_not_fit_beside_each_other_are_on_several_lines(report: Any, options: Any, lines: int) -> None:
+    shown = report(encoder(2, 32), options=options)
+    boxes = [button.bounding_box() for button in shown.at("#placeheads button").all()]
+    assert len(boxes) == 2 * 33
+    assert len({box["y"] for box in boxes[:33]}) == lines
+    assert boxes[32]["y"] < boxes[33]["y"]  # the next layer begins below
+    assert all(40 <= box["width"] <= 56 for box in boxes)
+    assert shown.at(".readers .gridbox").evaluate("box => box.scrollWidth - box.clientWidth") == 0
 
 
 @pytest.mark.parametrize(("options", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])

@@ -3,10 +3,10 @@
 import { el, translate } from './dom.js';
 import { roleName } from './kinds.js';
 
-const BETWEEN = 28;
-const WORDS = 30;
-const ROLES = 84; // pixels between columns, and of the labels of layers
+const BETWEEN = 28; // pixels between columns
 const hasRoles = list => list.layers.some(layer => layer.role);
+
+export const widthOfLabels = list => (hasRoles(list) ? 78 : 24); // of the labels of layers, in pixels
 
 // Choose the number of columns of layers and the size of a cell so that cells are as large as fits into the width and
 // `high` pixels; a phone has one column. list: a HeadList; low: the least pixels for `high`; largest: the largest cell.
@@ -18,7 +18,7 @@ export function fitGrid(list, width, { phone, high = 0, low = 520, largest = 110
   let best = { score: 0 };
   for (let columns = 1; columns <= (phone ? 1 : Math.min(4, layers)); columns++) {
     const gap = heads > 16 || phone ? 3 : 5;
-    const across = ((width - (columns - 1) * BETWEEN) / columns - (hasRoles(list) ? ROLES : WORDS)) / heads - gap;
+    const across = ((width - (columns - 1) * BETWEEN) / columns - widthOfLabels(list) - 6) / heads - gap;
     const down = tall / Math.ceil(layers / columns) - gap;
     if (columns > 1 && across < least) break; // it would have to be scrolled
     const score = Math.min(largest, across, down);

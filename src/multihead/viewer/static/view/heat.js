@@ -126,6 +126,7 @@ export function drawView(canvas, view, { times, query, pointed }, most) {
   };
   pen.fillStyle = cssVariable('paper');
   pen.fillRect(0, 0, width, height);
+  pen.imageSmoothingEnabled = view.grey.naturalWidth * 3 > width; // a tiny picture shows its pixels
   if (view.grey.complete && view.grey.naturalWidth) pen.drawImage(view.grey, 0, 0, width, height);
   if (times) {
     const heat = heatOf(view, times, canvas.width, canvas.height);

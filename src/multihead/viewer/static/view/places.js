@@ -3,7 +3,7 @@
 // stands for the row that predicted it.
 import { paintElement } from '../shared/colour.js';
 import { $, el, elementAround, elementIn, elementsIn, translate, waitingNote } from '../shared/dom.js';
-import { drawHeads } from '../shared/headgrid.js';
+import { drawHeads, widthOfLabels } from '../shared/headgrid.js';
 import { HeadList } from '../shared/headlist.js';
 import { root } from '../shared/host.js';
 import { kindTags } from '../shared/kinds.js';
@@ -19,7 +19,9 @@ import { saveAddress, state, writeAddress } from './permalink.js';
 /** @import { Sample } from './record.js' */
 /** @import { Seen } from './heat.js' */
 
-const [LARGEST, SMALL] = [600, 52]; // pixels of the picture, and of that of a head
+const LARGEST = 600; // pixels of the picture
+const [LARGE, SMALL, GAP, FRAME] = [56, 40, 2, 2]; // pixels of that of a head, between two, and of its frame
+const PADDING = 8; // pixels around the heads
 const GROUPS = ['picture', 'class', 'prompt', 'answer words'];
 const CLASSES = ['group0', 'group1', 'group2', 'group3'];
 const [PICTURE, CLASS, , ANSWER] = GROUPS.keys();
@@ -34,6 +36,7 @@ let list = null; // the heads that read it
 /** @type {Seen[]} */
 let views = [];
 let shown = 0; // index of the view
+let cell = LARGE; // pixels of the picture of a head
 let pointed = -1; // place in the view
 let trouble = '';
 let passing = _head => true;
@@ -238,14 +241,16 @@ function read(times) {
   const weights = state.p && weightsOf(state.p);
   const notes = [];
   if (weights) {
-    const own = largestKey(weights, patches());
-    const token = { token: quoteToken(name(state.q)) };
-    const kind = part.groups[state.q] === ANSWER ? 'answer' : part.groups[state.q] === CLASS ? 'own' : '';
+    const most = largestKey(weights, patches());
+    const group = part.groups[state.q];
+    const token = { token: group > CLASS ? quoteToken(name(state.q)) : name(state.q) };
+    const own = name(state.q) === '[CLS]' ? 'class token' : 'own';
+    const kind = group === ANSWER ? 'answer' : group === CLASS ? own : '';
     const values = {
       head: titleOf(state.p),
       token: kind ? translate('picture.' + kind, token) : token.token,
       share: formatPercent(sharesOf(weights)[PICTURE]),
-      patch: name(own),
+      patch: name(most),
     };
     const [{ rows: high, columns }] = views;
     const pictures = new Set(views.map(view => view.picture)).size;
@@ -343,12 +348,17 @@ function drawWords() {
 }
 
 // ---- the heads
+// The heads of a layer, after their mean, are on as many lines as they need.
 function gridOfHeads() {
   const box = $('placeheads');
+  const width = box.parentElement.clientWidth - PADDING - widthOfLabels(list);
+  const lines = Math.ceil((list.widest + 1) / Math.max(1, Math.floor(width / (SMALL + GAP))));
+  const across = Math.ceil((list.widest + 1) / lines);
+  cell = Math.min(LARGE, Math.floor(width / across) - GAP);
   const shape = {
-    cell: SMALL + 4,
+    cell,
     columns: 1,
-    gap: 2,
+    gap: GAP,
     perColumn: list.layers.length,
     phone: windowSize().width <= 640,
   };
@@ -359,7 +369,8 @@ function gridOfHeads() {
     i => headButton(list.heads[i]),
     (row, layer) => row.firstChild.after(el('span', { role: 'gridcell' }, headButton({ l: layer.number, h: -1 }))),
   );
-  box.style.setProperty('--H', String(list.widest + 1));
+  box.style.setProperty('--H', String(across));
+  box.style.setProperty('--lines', String(lines));
   const mean = el('span', { className: 'ax', role: 'columnheader', textContent: translate('picture.mean') });
   elementIn(box, '.head > span').after(mean);
   fadePictures(passing);
@@ -384,7 +395,7 @@ function drawHead(button) {
   const on = state.p?.l === head.l && state.p.h === head.h;
   button.setAttribute('aria-pressed', String(on));
   button.tabIndex = on ? 0 : -1;
-  drawSmall(button.firstChild, views[shown], timesOf(head), SMALL);
+  drawSmall(button.firstChild, views[shown], timesOf(head), cell - 2 * FRAME);
 }
 export function fadePictures(passes) {
   passing = passes;
