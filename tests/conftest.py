@@ -16,6 +16,8 @@ os.environ["LC_ALL"] = "C.UTF-8"
 # GNU readline, which pytest imports, sets them for the processes of pytest-xdist: output would be cut to a terminal.
 os.environ.pop("COLUMNS", None)
 os.environ.pop("LINES", None)
+# Read once, when torch is imported: inductor does not compile six programs to find which vectors the compiler knows.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # Read once, when torch is imported: an OpenMP thread that waits does not spin on a core that another process needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -149,7 +149,7 @@ def test_a_process_that_is_killed_is_replaced_and_changes_no_byte(
 
 PROGRAM = """
 from concurrent.futures import ProcessPoolExecutor
-from multihead.counting.workers import SpawningContext
+from multihead.counting.spawning import SpawningContext
 print("main runs", flush=True)
 with ProcessPoolExecutor(2, SpawningContext()) as pool:
     print(list(pool.map(abs, [-1, -2])))
@@ -177,7 +177,7 @@ def test_an_interrupt_reaches_the_first_process_alone() -> None:
     program = """
 import signal, time
 from concurrent.futures import ProcessPoolExecutor
-from multihead.counting.workers import SpawningContext
+from multihead.counting.spawning import SpawningContext
 context = SpawningContext()
 pool = ProcessPoolExecutor(1, context)
 pool.submit(time.sleep, 60)
