@@ -484,7 +484,9 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
         attended = replace(attended, output=output, head_factors=factors)
     if receivers:
         request = request.with_dequantised_keys()
-        publish(AttentionCall(request, add_statistics(request, bounds, attended)), receivers)
+        if request.shape.device.type == "cuda":
+            attended = add_statistics(request, bounds, attended)
+        publish(AttentionCall(request, attended), receivers)
     return attended
 
 

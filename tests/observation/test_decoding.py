@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from itertools import pairwise
 from typing import Any
 
@@ -16,8 +17,10 @@ from multihead.kernels.call import AttentionCall
 from multihead.layer.cache import KeyValueCache
 from multihead.observation import measuring, recorder
 from multihead.observation.record import Record
+from multihead.observation.recorder import Keep
 from multihead.probes import PROBES
 from multihead.probes.statistics import statistics_of_call
+from multihead.record.chance import ChanceComparison
 from multihead.record.layer import LayerRecord, LayerTexts
 from multihead.rotary import Rotary
 
@@ -252,33 +255,49 @@ def test_a_batch_of_nothing_but_padding_is_watched(first: int) -> None:
     assert [sample.num_queries for sample in seen.layers[0].samples] == [first, first, 0, 0, 3, 1]
 
 
+@pytest.mark.parametrize("crosses", [False, True], ids=["self", "cross"])
 def test_a_step_of_several_texts_is_measured_once_and_each_has_what_it_has_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, *, crosses: bool
 ) -> None:
     torch.manual_seed(0)
-    (layer, _), x, lengths = drawn(), torch.randn(3, 9, WIDTH, dtype=torch.float64), (5, 3, 4)
-
-    def decoded(rows: list[int]) -> Record:
-        cache = KeyValueCache()
-        with torch.no_grad(), mh.observe(layer, keep="statistics") as seen:
-            layer(x[rows, :5], mask=mh.masks.Causal(), lengths=[lengths[row] for row in rows], cache=cache)
-            for token in range(5, 9):
-                layer(x[rows, token : token + 1], mask=mh.masks.Causal(), cache=cache)
-        return seen
-
-    alone = [decoded([row]).layers[0].sample() for row in range(3)]
+    (layer, _), lengths = drawn(), (5, 3, 4, 5)
+    x, memory = torch.randn(2, 4, 9, WIDTH, dtype=torch.float64)
     sizes = []
+
+    def decode(rows: list[int]) -> None:
+        cache, begin = KeyValueCache(), {"lengths": [lengths[row] for row in rows]}
+        options = {"memory": memory[rows, :7]} if crosses else {"mask": CAUSAL}
+        layer(x[rows, :5], cache=cache, **options, **({} if crosses else begin))
+        for token in range(5, 9):
+            layer(x[rows, token : token + 1], cache=cache, **options)
+
+    def observed(*batches: list[int], keep: Keep) -> LayerRecord:
+        with torch.no_grad(), mh.observe(layer, keep=keep) as seen:
+            for rows in batches:
+                decode(rows)
+        return seen.layers[0]
 
     def measured(call: AttentionCall, *rest: Any) -> dict[str, Tensor]:
         sizes.append(call.request.shape.batch)
         return statistics_of_call(call, *rest)
 
+    alone, means = observed([0], [1], [2], [3], keep="statistics"), observed([0], [1], [2], [3], keep="summary")
     for module in (measuring, recorder):
         monkeypatch.setattr(module, "statistics_of_call", measured)
-    together = decoded([0, 1, 2]).layers[0]
-    assert sizes == [1] * 3 + [3] * 4  # in float64 the first call is measured text by text
-    for row, one in enumerate(alone):
-        found = together.sample(row).statistics
-        assert found.keys() == one.statistics.keys()
+    together = observed([0, 1, 2, 3], keep="statistics")
+    summed = observed([0, 1, 2, 3], keep="summary")
+    assert set(sizes) == {4}
+    for sample, one in zip(together.samples, alone.samples, strict=True):
+        assert sample.statistics.keys() == one.statistics.keys()
         for name, values in one.statistics.items():
-            torch.testing.assert_close(found[name], values, rtol=0, atol=1e-12)
+            torch.testing.assert_close(sample.statistics[name], values, rtol=0, atol=1e-12)
+    found, expected = evidence(summed), evidence(means)
+    assert found.keys() == expected.keys()
+    for name, compared in expected.items():
+        for number, other in zip(astuple(found[name]), astuple(compared), strict=True):
+            torch.testing.assert_close(number, other, rtol=0, atol=1e-7, equal_nan=True)
+
+
+def evidence(layer: LayerRecord) -> dict[str, ChanceComparison]:
+    assert layer.running_summary is not None
+    return layer.running_summary.evidence()

@@ -47,10 +47,6 @@ MAX_BROKEN_CSV_ROWS = 100_000
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 """Signs that separate the values of a csv file in the place of commas, and their names."""
 
-_MEND_WITHOUT_STRINGS = (
-    "Write its texts to a column of strings; a chat is one text after tokenizer.apply_chat_template."
-)
-
 _MAX_NAMED_KEYS = 8
 """Largest number of keys of a JSON object that a message names."""
 

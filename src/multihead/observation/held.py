@@ -24,15 +24,13 @@ class HeldPart:
         stop: number of tokens of the row that the pass has read up to the last of these.
         cross_attention: whether the keys are another text.
         key_ids: (keys,) int64, the ids of that text; None if unknown.
-        call: what a record keeps; None for a summary.
-        measured: what a summary adds up; None for a record.
+        measured: what a record keeps, or what a summary adds up.
     """
 
     stop: int
     cross_attention: bool
     key_ids: Tensor | None
-    call: RecordedCall | None
-    measured: MeasuredRows | None
+    measured: RecordedCall | MeasuredRows
 
 
 def parts_of_rows(
@@ -88,8 +86,8 @@ def split_span(span: SampleSpan, whole: int, *, cross_attention: bool) -> list[S
 def append_parts(sample: SampleRecord, parts: Sequence[HeldPart], ids: Tensor) -> None:
     """Append the parts of a text to its sample; `ids`, (tokens,) int64, are those of its tokens."""
     for part in parts:
-        assert part.call is not None
-        sample.append_call(part.call)
+        assert isinstance(part.measured, RecordedCall)
+        sample.append_call(part.measured)
     text = sample.growing_query_text if sample.cross_attention else sample.growing_key_text
     text.append_ids(None if bool((ids == UNKNOWN_ID).any()) else ids, start=0)
     if sample.cross_attention:
@@ -106,7 +104,7 @@ def add_to_summary(summary: RunningSummary, texts: Sequence[Sequence[HeldPart]],
     """
     begun = summary.begin_texts(len(texts))
     for place, (parts, read) in enumerate(zip(texts, ids, strict=True)):
-        joined = MeasuredRows.concatenate([part.measured for part in parts if part.measured is not None])
+        joined = MeasuredRows.concatenate([part.measured for part in parts if isinstance(part.measured, MeasuredRows)])
         crosses = parts[0].cross_attention
         positions, num_keys = joined.rows.positions, int(joined.rows.num_keys.max())
         known = None if crosses or bool((read == UNKNOWN_ID).any()) else read[:num_keys]

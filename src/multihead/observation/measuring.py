@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from multihead.functional import attend
 from multihead.kernels.call import AttentionCall, AttentionRequest
 from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
-from multihead.kernels.parts import SPECIAL_MASS, TOKENS_MASS, PartInput, PartName
+from multihead.kernels.parts import SPECIAL_MASS, TOKENS_MASS, PartName
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.positions import SampleSpan
 from multihead.probes.catalogue import PROBES
@@ -34,7 +34,6 @@ from multihead.record.chance import with_zero_scores
 from multihead.record.text_rows import MeasuredRows, TextRows
 from multihead.tensors.shapes import AttentionShape
 
-_NEEDS_OF_TEXTS: frozenset[PartInput] = frozenset(("special_keys", "ids", "sinks"))  # what `measure_texts` has
 MAX_LOOKED_UP_SPECIAL_KEYS = 4  # with more special tokens per text, a pass over all keys is faster than look-ups
 
 
@@ -45,11 +44,13 @@ class TextInCall(NamedTuple):
         span: its queries and keys in the call.
         start: index in the text of the first of these keys.
         ids: (keys,) int64, the ids of all keys of the text so far; None if unknown.
+        is_window: whether the queries see only these keys, so that a summary takes them for a text of their own.
     """
 
     span: SampleSpan
     start: int
     ids: Tensor | None
+    is_window: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,27 +183,28 @@ class StatisticsMeasurer:
         measured = self.measure(call, rows, context, parts=parts, chance=chance)
         return measured if windows == 1 else replace(measured, rows=replace(rows, ends=rows.ends[::windows]))
 
-    def measure_texts(
+    def context_of_texts(
         self, call: AttentionCall, sample_spans: SampleSpans, texts: Sequence[TextInCall], *, first: bool
-    ) -> list[dict[str, Tensor]] | None:
-        """Measure a call of several texts at once, such as a step of decoding.
+    ) -> ProbeContext | None:
+        """Return the inputs of probes besides q and k with which several texts of a call can be measured at once.
 
         Args:
-            call: the call.
+            call: the call, such as a step of decoding.
             sample_spans: the positions of the texts in the batch.
             texts: the texts, each in a row of its own.
             first: whether the first keys that the queries of a text see are its first keys.
 
         Returns:
-            per text, name of a statistic -> (heads, queries); None if a text is not there as it would be alone, or a
-            statistic is none per query.
+            the inputs; None if a text is not there as it would be alone, or a statistic is none per query.
         """
         request, valid = call.request, sample_spans.sliceable
         if len(texts) < 2 or len({text.span.sample for text in texts}) < len(texts) or sample_spans.texts is not None:
             return None
+        if sample_spans.one_text and any(text.span.keys[0] for text in texts):
+            return None  # padding before keys of another text does not move the queries
         if not first:  # it is looked up
             valid = valid._replace(first_key=True)
-        measurable = all(probe.axes == "queries" and probe.needs <= _NEEDS_OF_TEXTS for probe in self.probes)
+        measurable = all(probe.axes == "queries" for probe in self.probes)
         if isinstance(request.mask, LeadingKeys) or not (valid.any_part and measurable):
             return None
         if not all(map(valid.includes, self.parts)):
@@ -213,17 +215,13 @@ class StatisticsMeasurer:
             if not all(known) or (not first and any(text.start for text in texts)):
                 return None
             ids = torch.full((request.shape.batch, request.shape.key_length), -1)
-        for span, start, read in texts:
+        for span, start, read, _ in texts:
             keys_before[span.sample] = start - span.keys[0]
             if ids is not None and read is not None:
                 ids[span.sample, slice(*span.keys)] = read[start : start + _length(span.keys)]
         context = self.probe_context(request.known_origin.layer, request.shape, ids)
         first_key = None if first else -keys_before
-        context = replace(context, first_key=first_key, key_start=keys_before[:, None, None])
-        found = {name: value.cpu() for name, value in statistics_of_call(call, self.probes, context).items()}
-        return [
-            {name: value[span.sample, :, slice(*span.queries)] for name, value in found.items()} for span, *_ in texts
-        ]
+        return replace(context, first_key=first_key, key_start=keys_before[:, None, None])
 
     def measures_whole(self, request: AttentionRequest, sample_spans: SampleSpans, ids: CallTokenIds) -> bool:
         """Whether `measure_batch` measures the texts of a call as if each were alone."""

@@ -13,7 +13,7 @@ kernel has already computed are dropped, because they depend on positions.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Literal, TypeAlias
@@ -72,7 +72,7 @@ from multihead.record.running_summary import OpenTexts, RunningSummary
 from multihead.record.sample import OwnStatistics, RecordedCall, SampleRecord
 from multihead.record.segments import Segment, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
-from multihead.record.text_rows import MeasuredRows, TextRows, occurred_before
+from multihead.record.text_rows import MeasuredRows, TextRows
 from multihead.record.text_table import RowsInTensor
 from multihead.scores.bias import values_of, with_values
 from multihead.tensors.shapes import AttentionShape
@@ -329,8 +329,9 @@ class Recorder:
             chance, spread = measurer.spread_evenly(call)
             return dict(chance.measure_batch(spread, sample_spans, ids, windows=windows).values)
 
-        contents = sample_spans.real_queries, windows
-        chance = self._chance_levels_of(measurer, request, contents, ids.queries, spread_evenly)
+        read = ids.queries if measurer.needs & {"ids", "special_keys"} else None
+        contents = sample_spans.real_queries, windows, read
+        chance = self._chance_levels_of(measurer, request, contents, spread_evenly)
         measured = measurer.measure_batch(call, sample_spans, ids, windows=windows, chance=chance)
         summary.add(measured, state.texts)
         if self._latest_counted_offset > 0:
@@ -344,7 +345,6 @@ class Recorder:
         measurer: StatisticsMeasurer,
         request: AttentionRequest,
         contents: tuple[object, ...],
-        ids: Tensor | None,
         measure: Callable[[], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
         """Return the chance levels of a call, cached per forward pass for layers with the same visible keys.
@@ -352,15 +352,13 @@ class Recorder:
         Args:
             measurer: what measures the call.
             request: the call.
-            contents: what the chance levels depend on besides the call's mask, sizes and token ids.
-            ids: the token ids of the texts; None if unknown.
+            contents: what the chance levels depend on besides the call's mask and sizes.
             measure: returns name of a statistic -> its chance levels, (heads or 1, rows).
         """
         if not self.keeps_chance:
             return {}
         sizes = request.shape.batch, request.shape.query_length, request.shape.key_length
-        read = ids if measurer.needs & {"ids", "special_keys"} else None
-        key = (sizes, *map(content_key, (request.query_start, *contents, read)), *visibility_key(request))
+        key = (sizes, *map(content_key, (request.query_start, *contents)), *visibility_key(request))
         if key not in self._chance_levels:
             self._chance_levels[key] = measure()
         return self._chance_levels[key]
@@ -609,95 +607,116 @@ class Recorder:
     def _add_samples(
         self, call: AttentionCall, state: _LayerCall, sample_spans: SampleSpans, ids: CallTokenIds
     ) -> None:
-        """Measure the samples of a call, a step of a cache at once if possible, and append the call to each.
+        """Measure the samples of a call, and append the call to each or add it to the summary.
 
         A further window of a sample is measured without the keys of earlier windows.
         """
-        request, layer, windows = call.request, state.layer, state.windows
+        layer, windows = state.layer, state.windows
         starts = sample_spans.key_starts(state.offset) - state.key_starts()
         if state.is_further_window or windows > 1:  # the keys of a window follow the keys of the previous window
             starts = (state.num_keys()[:, None] - sample_spans.key_lengths(windows).flip(1).cumsum(1).flip(1)).flatten()
-        samples, texts = state.samples(), list[tuple[int, TextInCall]]()
+        samples, places, texts = state.samples(), list[int](), list[TextInCall]()
         state.samples = lambda: samples
         self.record.add_calls(layer, ())
         for index, (span, key_start) in enumerate(zip(sample_spans.spans, starts.tolist(), strict=True)):
             if span.is_text_of_row and not state.is_first and span.queries[0] >= span.queries[1]:
                 continue  # a text of the row that ended in an earlier call, or begins in a later one
-            sample = samples[index // windows]
+            place, is_window = index // windows, state.is_further_window or index % windows > 0
             if not state.is_first:
-                ids.append_to_sample(sample, span, key_start - span.keys[0])
-            texts.append((index, TextInCall(span, key_start, sample.growing_key_text.ids)))
-        found = None
-        if layer.running_summary is None and not (state.is_first or state.is_further_window or state.cross_attention):
-            found = self._measurer_of(state).measure_texts(call, sample_spans, [text for _, text in texts], first=False)
-        call = call if found is None else AttentionCall(request, replace(call.result, statistics={}))
-        for number, (index, (span, key_start, read)) in enumerate(texts):
-            sample, is_window = samples[index // windows], state.is_further_window or index % windows > 0
-            alone, start = _slice_text(call, sample_spans, span, key_start, window=is_window)
-            if found is not None:
-                measured = found[number]
-            else:
-                shape, own_first = alone.request.shape, state.is_first or is_window
-                context = self._context_of_probes(read, shape, start, request.known_origin.layer, first=own_first)
-                if layer.running_summary is not None:
-                    before = 0 if is_window else start  # each window is a text of its own
-                    known = None if is_window or state.cross_attention else read
-                    self._add_text_to_summary(
-                        layer.running_summary, state, index // windows, alone, context, before=before, ids=known
-                    )
-                    continue
-                measured = self._measure_text(alone, context, state)
-            sample.append_call(self._record_text(alone, measured, start, window=is_window))
-            self.record.add_calls(layer, [(sample, len(sample.calls) - 1)])
+                ids.append_to_sample(samples[place], span, key_start - span.keys[0])
+            places.append(place)
+            texts.append(TextInCall(span, key_start, samples[place].growing_key_text.ids, is_window))
+        first = state.is_first or state.is_further_window or windows > 1
+        if layer.running_summary is not None:
+            rows = self._measure_rows(call, state, sample_spans, texts, first=first)
+            for place, measured in zip(places, rows, strict=True):
+                self._add_to_summary(layer.running_summary, state, place, measured)
+            return
+        records = self._record_texts(call, state, sample_spans, texts, first=first)
+        for place, recorded in zip(places, records, strict=True):
+            samples[place].append_call(recorded)
+            self.record.add_calls(layer, [(samples[place], len(samples[place].calls) - 1)])
 
-    def _measure_text(self, alone: AttentionCall, context: ProbeContext, state: _LayerCall) -> dict[str, Tensor]:
-        """Measure a call of one text: name -> (heads, queries), or the axes of the statistic."""
-        found = statistics_of_call(alone, self._measurer_of(state).probes, context)
-        return {name: value[0].cpu() for name, value in found.items()}
+    def _record_texts(
+        self,
+        call: AttentionCall,
+        state: _LayerCall,
+        sample_spans: SampleSpans,
+        texts: Sequence[TextInCall],
+        *,
+        first: bool,
+    ) -> Iterator[RecordedCall]:
+        """Measure texts of a call, all at once if possible, and return what a record keeps of each.
 
-    def _record_text(
-        self, alone: AttentionCall, statistics: dict[str, Tensor], start: int, *, new: int = 0, window: bool
-    ) -> RecordedCall:
-        """Return a call of one text as a record keeps it, with its keys from index `new` on.
-
-        The first key of the call has the index `start` in the text.
+        With `first`, the first keys that the queries of a text see are its first keys.
         """
-        request, device = alone.request, self._device_of_record(alone.request)
-        keeps = self._keeps_qk
-        return RecordedCall(
-            Segment(self._request_without_tensors(request, device), start, is_window=window),
-            copy_contiguous(alone.result.logsumexp, device),
-            statistics,
-            copy_contiguous(request.q, device) if keeps else None,
-            request.k[:, :, new:] if keeps else None,
-            start + new,
-        )
+        measurer, device = self._measurer_of(state), self._device_of_record(call.request)
+        together, caller = measurer.context_of_texts(call, sample_spans, texts, first=first), call.request.known_origin
+        values = {} if together is None else statistics_of_call(call, measurer.probes, together)
+        values = {name: value.cpu() for name, value in values.items()}
+        call = call if together is None else AttentionCall(call.request, replace(call.result, statistics={}))
+        for text in texts:
+            alone, start = _slice_text(call, sample_spans, text)
+            if together is not None:
+                row, queries = text.span.sample, slice(*text.span.queries)
+                statistics = {name: value[row, :, queries] for name, value in values.items()}
+            else:
+                context = self._context_of_probes(text.ids, alone.request.shape, start, caller.layer, first=first)
+                found = statistics_of_call(alone, measurer.probes, context)
+                statistics = {name: value[0].cpu() for name, value in found.items()}
+            request, keeps = alone.request, self._keeps_qk
+            yield RecordedCall(
+                Segment(self._request_without_tensors(request, device), start, is_window=text.is_window),
+                copy_contiguous(alone.result.logsumexp, device),
+                statistics,
+                copy_contiguous(request.q, device) if keeps else None,
+                request.k if keeps else None,
+                start,
+            )
+
+    def _measure_rows(
+        self,
+        call: AttentionCall,
+        state: _LayerCall,
+        sample_spans: SampleSpans,
+        texts: Sequence[TextInCall],
+        *,
+        first: bool,
+    ) -> list[MeasuredRows]:
+        """Measure texts of a call for a summary, all at once if possible, and return the rows of each."""
+        together = self._measurer_of(state).context_of_texts(call, sample_spans, texts, first=first)
+        if together is not None:
+            found = self._measure_with_chance(call, _rows_of_texts(call, texts), together, state).texts()
+        else:
+            found, caller = [], call.request.known_origin.layer
+            for text in texts:
+                alone, start = _slice_text(call, sample_spans, text)
+                context = self._context_of_probes(text.ids, alone.request.shape, start, caller, first=first)
+                rows = _rows_of_text(alone, 0 if text.is_window else start)
+                found.append(self._measure_with_chance(alone, rows, context, state))
+        if state.cross_attention or all(probe.counted != "repeated" for probe in self.measurer.probes):
+            return found
+        return [
+            replace(measured, rows=measured.rows.with_ids_so_far(text.ids))
+            for measured, text in zip(found, texts, strict=True)
+        ]
 
     def _hold_call(
         self, call: AttentionCall, state: _LayerCall, sample_spans: SampleSpans, ids: CallTokenIds, read: GeneratedPass
     ) -> None:
         """Measure the rows of a call of `generate`, and hold them until the texts that it returns are known."""
-        layer, crosses, caller = state.layer, state.cross_attention, call.request.known_origin.layer
+        layer, crosses, first = state.layer, state.cross_attention, read.begins_texts
         starts = sample_spans.key_starts(state.offset).tolist()
-        texts = parts_of_rows(read, sample_spans.spans, starts, key_ids=ids.keys, cross_attention=crosses)
-        found = None
-        if layer.running_summary is None and not crosses:
-            found = self._measurer_of(state).measure_texts(
-                call, sample_spans, [text for _, text in texts], first=read.begins_texts
-            )
-        call = call if found is None else AttentionCall(call.request, replace(call.result, statistics={}))
-        for number, (row, (part, first_key, keys)) in enumerate(texts):
-            alone, start = _slice_text(call, sample_spans, part, first_key)
-            shape, recorded, measured = alone.request.shape, None, None
-            context = self._context_of_probes(keys, shape, start, caller, first=read.begins_texts)
-            if layer.running_summary is not None:
-                rows = _rows_of_text(alone, start)
-                measured = self._measure_with_chance(alone, rows, context, state, start, None if crosses else keys)
-            else:
-                statistics = self._measure_text(alone, context, state) if found is None else found[number]
-                new = 0 if read.begins_texts else shape.key_length - (0 if crosses else shape.query_length)
-                recorded = self._record_text(alone, statistics, start, new=new, window=False).with_own_keys()
-            held = HeldPart(part.queries[1], crosses, keys if crosses else None, recorded, measured)
+        parts = parts_of_rows(read, sample_spans.spans, starts, key_ids=ids.keys, cross_attention=crosses)
+        texts = [text for _, text in parts]
+        found: Iterable[RecordedCall | MeasuredRows]
+        if layer.running_summary is None:
+            recorded = self._record_texts(call, state, sample_spans, texts, first=first)
+            found = (each.with_own_keys(first=first, cross_attention=crosses) for each in recorded)
+        else:
+            found = self._measure_rows(call, state, sample_spans, texts, first=first)
+        for (row, text), measured in zip(parts, found, strict=True):
+            held = HeldPart(text.span.queries[1], crosses, text.ids if crosses else None, measured)
             row.held.setdefault(layer.name, []).append(held)
 
     @torch.no_grad()
@@ -717,67 +736,43 @@ class Recorder:
                 append_parts(sample, parts, text.ids)
             self.record.add_calls(layer, [(sample, index) for sample in samples for index in range(len(sample.calls))])
 
-    def _add_text_to_summary(
-        self,
-        summary: RunningSummary,
-        state: _LayerCall,
-        place: int,
-        alone: AttentionCall,
-        context: ProbeContext,
-        *,
-        before: int,
-        ids: Tensor | None,
-    ) -> None:
-        """Add a call of one text to a summary, and the earlier queries of the text that count because of it.
+    def _add_to_summary(self, summary: RunningSummary, state: _LayerCall, place: int, measured: MeasuredRows) -> None:
+        """Add rows of the text number `place` of a batch to a summary, and its earlier rows that count because of them.
 
         Args:
             summary: the summary of the layer.
             state: the call of the whole batch.
             place: number of the text in the batch.
-            alone: the call of this text, with a batch of one.
-            context: inputs of the probes besides q and k.
-            before: number of the text's keys before those of the call.
-            ids: the token ids of the text so far; None if unknown.
+            measured: the rows.
         """
         assert state.texts is not None
-        rows = _rows_of_text(alone, before)
-        num_keys = before + alone.request.shape.key_length
-        read = None if ids is None or len(ids) != num_keys else ids
-        if read is not None and any(probe.counted == "repeated" for probe in self.measurer.probes):
-            occurred = occurred_before(rows.positions, read)  # now, because the rows may wait, and the ids grow
-            rows = replace(rows, occurred=lambda: occurred)
-        measured = self._measure_with_chance(alone, rows, context, state, before, read)
         summary.add(measured, state.texts, first=place)
         latest = self._latest_counted_offset
-        if latest <= 0:
+        if latest <= 0 or not len(measured.rows.num_keys):
             return
         waiting = state.waiting() or [[] for _ in range(state.texts.num_queries.shape[1])]
         state.waiting = lambda: waiting
-        grown = [each.with_num_keys(num_keys) for each in waiting[place]]
+        grown = [each.with_num_keys(int(measured.rows.num_keys[-1])) for each in waiting[place]]
         for each in grown:
             summary.add(each, state.texts, first=place)
         left = [each.waiting(latest) for each in (*grown, measured)]
         waiting[place] = [each for each in left if len(each.rows.positions)]
 
     def _measure_with_chance(
-        self,
-        alone: AttentionCall,
-        rows: TextRows,
-        context: ProbeContext,
-        state: _LayerCall,
-        before: int,
-        ids: Tensor | None,
+        self, call: AttentionCall, rows: TextRows, context: ProbeContext, state: _LayerCall
     ) -> MeasuredRows:
-        """Measure a call of one text for a summary; `before` keys of the text come before those of the call."""
+        """Measure rows of a call for a summary."""
         measurer = self._measurer_of(state)
 
         def spread_evenly() -> dict[str, Tensor]:
-            chance, spread = measurer.spread_evenly(alone)
+            chance, spread = measurer.spread_evenly(call)
             return dict(chance.measure(spread, rows, context).values)
 
-        contents = before, context.first_key, context.id_before
-        chance = self._chance_levels_of(measurer, alone.request, contents, ids, spread_evenly)
-        return measurer.measure(alone, rows, context, chance=chance)
+        read = context.ids, context.special_keys, context.id_before, *context.sets.values()
+        contents = rows.ends, rows.places, context.key_start, context.first_key, *read
+        return measurer.measure(
+            call, rows, context, chance=self._chance_levels_of(measurer, call.request, contents, spread_evenly)
+        )
 
     def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a copy of a request without q, k, v and the origin, on the device of the record."""
@@ -910,15 +905,14 @@ def _continues_call(
     return cross_attention or offset + request.query_start == previous.query_stop
 
 
-def _slice_text(
-    call: AttentionCall, sample_spans: SampleSpans, span: SampleSpan, start: int, *, window: bool = False
-) -> tuple[AttentionCall, int]:
+def _slice_text(call: AttentionCall, sample_spans: SampleSpans, text: TextInCall) -> tuple[AttentionCall, int]:
     """Slice one text from a call: return a call with a batch of one, and the index of its first key in the text."""
-    alone, origin = slice_call(call, span), call.request.query_start
+    span, start, origin = text.span, text.start, call.request.query_start
+    alone = slice_call(call, span)
     if sample_spans.one_text and not isinstance(origin, Tensor) and origin > 0 and not call.request.mask.uses_positions:
         # Later queries of a text are not moved by padding before the keys, which are another text.
         alone = _with_query_start(alone, origin + span.queries[0])
-    if not window:
+    if not text.is_window:
         alone, start = restore_dropped_keys(alone, start)
     if sample_spans.real_queries is not None:
         alone = hide_padding_queries(alone, sample_spans.real_queries[span.sample, slice(*span.queries)])
@@ -929,6 +923,13 @@ def _rows_of_text(alone: AttentionCall, before: int) -> TextRows:
     """Return the queries of a call of one text as rows; `before` keys of the text come before those of the call."""
     shape, first = alone.request.shape, before + int(alone.request.query_start)
     return TextRows.of_text(torch.arange(shape.query_length) + first, before + shape.key_length, None)
+
+
+def _rows_of_texts(call: AttentionCall, texts: Sequence[TextInCall]) -> TextRows:
+    """Return the queries of texts in a call as rows of a summary, for which a window is a text of its own."""
+    ends = torch.tensor([(text.span.sample, *text.span.queries, *text.span.keys) for text in texts])
+    before = torch.tensor([0 if text.is_window else text.start for text in texts])
+    return TextRows.of_spans(ends.T, call.request.shape, call.request.query_start, before)
 
 
 def _check_measurable_on_a_rank(probes: Iterable[Probe]) -> None:

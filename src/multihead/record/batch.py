@@ -47,7 +47,7 @@ from multihead.probes.statistics import statistic_from_parts
 from multihead.probes.tile import has_large_logsumexp
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Segment, copy_contiguous
-from multihead.record.text_rows import MeasuredRows, TextRows
+from multihead.record.text_rows import MeasuredRows, TextRows, concatenate_ranges
 from multihead.record.text_table import TextTable
 from multihead.scores.bias import Bias, RelativeBias
 
@@ -129,16 +129,6 @@ class KeptRows:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a copy of the rows, because pickling does not preserve a tensor's version counter."""
         return KeptRows, (self.read(), None, 0, self.layer)
-
-
-def concatenate_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenate the ranges [start, start + length) to one int64 tensor.
-
-    >>> concatenate_ranges(torch.tensor([5, 0]), torch.tensor([2, 3])).tolist()
-    [5, 6, 0, 1, 2]
-    """
-    first = starts - (lengths.cumsum(0) - lengths)
-    return first.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,17 +269,7 @@ class SampleSpans:
     @cached_property
     def text_rows(self) -> TextRows:
         """The queries of the call that belong to samples, as rows, one text per span."""
-        shape, start = self.request.shape, self.request.query_start
-        sample, first, stop, first_key, stop_key = self.span_ends
-        if isinstance(start, Tensor):
-            start = start.cpu()[sample]
-        lengths = stop - first
-        ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        places = concatenate_ranges(sample * shape.query_length + first, lengths)
-        whole = len(places) == shape.batch * shape.query_length
-        positions = concatenate_ranges(start + first - first_key, lengths)
-        num_keys = (stop_key - first_key).repeat_interleave(lengths)
-        return TextRows(ends, positions, num_keys, None if whole else places)
+        return TextRows.of_spans(self.span_ends, self.request.shape, self.request.query_start)
 
     def ids_of_queries(self, ids: Tensor, request: AttentionRequest) -> Tensor | None:
         """Return the token ids of the queries of a call, given those of the model's input.

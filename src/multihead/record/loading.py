@@ -221,15 +221,12 @@ def _record_of_metadata(
     data = _checked_type(json.loads(metadata["record"], parse_constant=_reject_constant), dict, "the record")
     if not re.fullmatch(r"[0-9a-f]{32}", metadata.get("id", ""), re.ASCII):
         raise _InvalidValueError("its id is not 32 hexadecimal digits")
-    texts = [
-        _read_text(_checked_type(each, dict, "a text"), tensors)
-        for each in _checked_type(data["texts"], list, "the texts")
-    ]
+    texts = [_read_text(each, tensors) for each in _checked_items(data["texts"], dict, "the texts", "a text")]
     statistics = _read_statistics(data)
     layers: list[LayerRecord] = []
     heads, claimed, numbers = 0, set[str](), set[int]()
-    for place, each in enumerate(_checked_type(data["layers"], list, "the layers")):
-        name = _checked_type(_checked_type(each, dict, "a layer")["name"], str, "a layer's name")
+    for place, each in enumerate(_checked_items(data["layers"], dict, "the layers", "a layer")):
+        name = _checked_type(each["name"], str, "a layer's name")
         layer = _LayerInFile(name, tensors, stored, texts, statistics, claimed)
         samples = _read_tables(each["tables"], layer) if version > 2 else _read_samples(each["samples"], layer)
         running_summary = (
@@ -335,6 +332,11 @@ def _checked_type(value: Any, kind: type, what: str) -> Any:
             f"{what} should be {JSON_TYPE_NAMES[kind]}, and is {JSON_TYPE_NAMES.get(type(value), 'nothing')}"
         )
     return value
+
+
+def _checked_items(value: Any, kind: type, what: str, of_item: str) -> list[Any]:
+    """Return a list, after checking the type of each item."""
+    return [_checked_type(each, kind, of_item) for each in _checked_type(value, list, what)]
 
 
 def _checked_count(value: Any, what: str, *, least: int = 0, most: int = MAX_COUNT) -> int:
@@ -464,7 +466,7 @@ def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
     ids = None if data["ids"] is None else _checked_tensor(tensors[data["ids"]], (None,), "a text's ids", torch.int64)
     tokens, special = data["tokens"], data["special"]
     if tokens is not None:
-        tokens = [_checked_type(each, str, "a token") for each in _checked_type(tokens, list, "the tokens")]
+        tokens = _checked_items(tokens, str, "the tokens", "a token")
     if special is not None:
         special = [bool(_checked_count(each, "a mark")) for each in _checked_type(special, list, "the marks")]
     gaps = data.get("gaps")
@@ -478,10 +480,8 @@ def _read_text(data: dict[str, Any], tensors: dict[str, Tensor]) -> Text:
     length = next(len(each) for each in (ids, tokens, special, gaps) if each is not None)
     boxes = _read_boxes(data["boxes"], length, tensors) if "boxes" in data else None
     boxes = _convert_patches(data["patches"], length) if "patches" in data else boxes
-    pictures = [
-        _read_picture(_checked_type(each, dict, "a picture"), tensors)
-        for each in _checked_type(data.get("pictures", []), list, "the pictures")
-    ]
+    listed = _checked_items(data.get("pictures", []), dict, "the pictures", "a picture")
+    pictures = [_read_picture(each, tensors) for each in listed]
     return Text(ids, tokens, special, gaps, boxes, tuple(pictures))
 
 
@@ -580,10 +580,9 @@ class _TableReader:
 
     def read(self) -> dict[int, SampleRecord]:
         """Return number in the layer -> sample."""
-        texts = _checked_type(self.data["texts"], list, "the texts of a table")
+        texts = _checked_items(self.data["texts"], dict, "the texts of a table", "a text of a table")
         found = {}
-        for index, each in enumerate(texts):
-            text = _checked_type(each, dict, "a text of a table")
+        for index, text in enumerate(texts):
             found[_checked_count(text["number"], "the number of a text")] = self.read_text(text, f"{self.name}.{index}")
         if len(found) < len(texts):
             raise _InvalidValueError("two texts of a layer have the same number")
@@ -654,9 +653,8 @@ class _SampleReader:
             raise _InvalidValueError(f"map_pool is {self.data['map_pool']!r}")
         one.map_pool = self.data["map_pool"]
         one.cross_attention = _checked_type(self.data["crosses"], bool, "crosses")
-        for each in _checked_type(self.data["pieces"], list, "the pieces"):
-            rows = one.segments[-1].row_stop if one.segments else 0
-            one.segments.append(self.read_segment(_checked_type(each, dict, "a piece"), rows))
+        for each in _checked_items(self.data["pieces"], dict, "the pieces", "a piece"):
+            one.segments.append(self.read_segment(each, one.segments[-1].row_stop if one.segments else 0))
         if not one.segments:
             raise _InvalidValueError("a sample has no calls")
         if self.data.get("split") is not None:

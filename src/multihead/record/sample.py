@@ -593,9 +593,14 @@ class RecordedCall:
     k: Tensor | None
     key_start: int
 
-    def with_own_keys(self) -> RecordedCall:
-        """Return the call with a copy of its keys, to be appended later."""
-        return replace(self, k=None if self.k is None else copy_contiguous(self.k, self.logsumexp.device))
+    def with_own_keys(self, *, first: bool, cross_attention: bool) -> RecordedCall:
+        """Return the call with a copy of its keys, to be appended later; unless it is the `first`, of the new ones."""
+        if self.k is None:
+            return self
+        held = self.k.shape[2]
+        new = 0 if first else held - (0 if cross_attention else self.logsumexp.shape[2])
+        k = copy_contiguous(self.k[:, :, new:], self.logsumexp.device)
+        return replace(self, k=k, key_start=self.key_start + new)
 
 
 def add_received_weights(total: Tensor, more: Tensor, start: int) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from multihead.errors import ArgumentError
 from multihead.probes.catalogue import statistic
 from multihead.probes.probe import Statistic
+from multihead.tensors.shapes import AttentionShape
 
 SummaryName = Literal["mean", "median", "p95", "max"]
 QUANTILE_OF_SUMMARY = {"median": 0.5, "p95": 0.95, "max": 1.0}
@@ -51,6 +52,16 @@ class MeasuredStatistic(NamedTuple):
     def rows_between(self, start: int, stop: int) -> MeasuredStatistic:
         """Slice the rows [start, stop)."""
         return MeasuredStatistic(*(None if each is None else each[:, start:stop] for each in self))  # type: ignore[arg-type]
+
+
+def concatenate_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Concatenate the ranges [start, start + length) to one int64 tensor.
+
+    >>> concatenate_ranges(torch.tensor([5, 0]), torch.tensor([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    first = starts - (lengths.cumsum(0) - lengths)
+    return first.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
 def finite_rows(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -104,6 +115,29 @@ class TextRows:
         ends = torch.tensor([0, len(positions)])
         occurred = None if ids is None else lambda: occurred_before(positions, ids)
         return TextRows(ends, positions, torch.as_tensor(num_keys).expand(len(positions)), occurred=occurred)
+
+    @staticmethod
+    def of_spans(
+        span_ends: Tensor, shape: AttentionShape, query_start: int | Tensor, keys_before: int | Tensor = 0
+    ) -> TextRows:
+        """Create the rows of some texts of a call.
+
+        Args:
+            span_ends: (5, texts) int64, per text its index in the batch, query range and key range, [first, stop) each.
+            shape: shape of the call.
+            query_start: position of the first query among the keys of the call; a tensor has one per index in the
+                batch.
+            keys_before: number of keys of each text before those of the call, (texts,) int64 or one for all.
+        """
+        sample, first, stop, first_key, stop_key = span_ends
+        start = query_start.cpu()[sample] if isinstance(query_start, Tensor) else query_start
+        lengths = stop - first
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        places = concatenate_ranges(sample * shape.query_length + first, lengths)
+        whole = len(places) == shape.batch * shape.query_length
+        positions = concatenate_ranges(keys_before + start + first - first_key, lengths)
+        num_keys = (keys_before + stop_key - first_key).repeat_interleave(lengths)
+        return TextRows(ends, positions, num_keys, None if whole else places)
 
     @staticmethod
     def concatenate(rows: Sequence[TextRows]) -> TextRows:
@@ -162,6 +196,13 @@ class TextRows:
             return self
         occurred = cache(lambda: _occurred_in_text(ids, self.text) & (self.positions < self.num_keys))
         return replace(self, occurred=occurred)
+
+    def with_ids_so_far(self, ids: Tensor | None) -> TextRows:
+        """Return the rows of one text with the token ids of its keys so far, (keys,) int64; None if unknown."""
+        if ids is None or not len(self.num_keys) or len(ids) != int(self.num_keys[-1]):
+            return self
+        occurred = occurred_before(self.positions, ids)  # now, because the rows may wait, and the ids grow
+        return replace(self, occurred=lambda: occurred)
 
     def counted(self, measured: Statistic, sees: Tensor) -> Tensor:
         """Return which rows count in the summary of a statistic, see `Statistic.counted`: (heads, rows) bool."""

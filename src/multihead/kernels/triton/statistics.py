@@ -98,12 +98,12 @@ def reason_against_call(request: AttentionRequest) -> str | None:
 
 
 def add_statistics(request: AttentionRequest, bounds: KeyBounds, attended: AttentionResult) -> AttentionResult:
-    """Return a result with the requested statistics that its kernel has not measured, if they are measured on a GPU.
+    """Return a result with the requested statistics that its kernel has not measured, of a call on a GPU.
 
     The output and the logsumexp are those of the result, whichever kernel computed them.
     """
     wanted = request.requested_statistics - attended.statistics.keys()
-    if not wanted or request.shape.device.type != "cuda" or refusal(request) is not None:
+    if not wanted or refusal(request) is not None:
         return attended
     with torch.no_grad():
         measured = measure_in_one_pass(request, bounds, wanted, logsumexp=attended.logsumexp.detach())
