@@ -6,6 +6,7 @@ from multihead.interventions.ablate import ablate, scale_heads
 from multihead.interventions.importance import Importance, importance
 from multihead.interventions.means import HeadMeans, head_means
 from multihead.interventions.measures import Measure, class_logit, logit_difference
+from multihead.interventions.together import OffTogether, off_together
 from multihead.kernels.slow_paths import strict
 from multihead.layer import MultiHeadAttention
 from multihead.layer.cache import KeyValueCache
@@ -27,6 +28,7 @@ __all__ = [
     "KeyValueCache",
     "Measure",
     "MultiHeadAttention",
+    "OffTogether",
     "QKNorm",
     "Record",
     "Rotary",
@@ -50,6 +52,7 @@ __all__ = [
     "masks",
     "merge_heads",
     "observe",
+    "off_together",
     "pack",
     "parallel",
     "places",

@@ -114,6 +114,26 @@ def test_the_next_tokens_are_the_likeliest_before_and_after(folder: Path) -> Non
         assert row[f"{name}_probability"] == pytest.approx(float(probabilities.max()), abs=1e-5)
 
 
+def test_a_difference_of_logits_is_measured_in_place_of_the_loss(folder: Path) -> None:
+    loaded = load(str(folder / "llama"), head="language")
+    model: Any = loaded.model
+    ids = torch.tensor([loaded.tokenizer(text).input_ids for text in TEXTS.values()])
+    token, other = loaded.tokenizer.convert_tokens_to_ids(["key", "door"])
+    with torch.no_grad():
+        before = model(ids).logits[:, -1]
+        with mh.ablate(model, "L0 H1"):
+            after = model(ids).logits[:, -1]
+    args = [str(folder / "llama"), "--heads", "L0H1", *two_texts(folder), "--measure", "logit-difference"]
+    args += ["--token", "key", "--other", "door"]
+    rows = rows_of(*args)
+    for when, logits in (("before", before), ("after", after)):
+        expected = (logits[:, token] - logits[:, other]).tolist()
+        assert [row[f"logit_difference_{when}"] for row in rows[:2]] == pytest.approx(expected, abs=1e-5)
+    lines = run(*args, columns=80).stdout.splitlines()
+    assert "logit diff." in lines[2]
+    assert "The logit difference is the logit of “key” minus that of “door”" in " ".join(lines)
+
+
 def test_the_table_has_a_row_per_text_and_their_mean(folder: Path, tmp_path: Path) -> None:
     args = [str(folder / "llama"), "--heads", "L0H1，L1 H3", *two_texts(folder)]
     rows = rows_of(*args)

@@ -32,6 +32,7 @@ COMMANDS = {
     "census": "What every head of a model does over a whole corpus: sums, distributions, strongest examples.",
     "compare": "The heads of two saved records, ranked by how much their attention changed.",
     "ablate": "What heads are for: how much worse a language model predicts texts without them.",
+    "importance": "Which heads matter: each switched off once, and the most important ones together.",
     "try": "Heads off by a click in the browser: what a model expects next, with and without them.",
     "doctor": "Which kernels run here, and why the others do not.",
 }

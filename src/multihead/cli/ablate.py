@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import sqrt
 from statistics import fmean, stdev
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from multihead.cli.interventions import build_measure, check_options, check_text_lengths, intervention_options
 from multihead.cli.language import lang_option
-from multihead.cli.model_options import check_no_surplus, device_options, read_texts, text_options
+from multihead.cli.model_options import check_no_surplus, device_options, read_texts
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, table_options, write_tables
-from multihead.errors import InputError
 from multihead.files import check_writable
 from multihead.locale.escaping import escape_controls, isolate_direction
 from multihead.locale.texts import section
@@ -24,6 +23,7 @@ from multihead.locale.texts import text as locale
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from multihead.interventions.measures import Measure
     from multihead.models.loading import EncodedText, LoadedModel
 
 EXAMPLES = """
@@ -40,7 +40,6 @@ MODEL is the folder of a saved language model, a GGUF file, the name of an insta
 a name on the Hugging Face hub. Heads are named as in the tables of `multihead look`; L3 is a whole layer.
 """
 
-MAX_NAME_CHARACTERS = 30  # characters of a prompt in an error
 MIN_TEXT_COLUMNS_WIDTH = 42  # terminal columns of the name and both tokens, below which numbers are left out
 
 
@@ -48,12 +47,12 @@ class Prediction(NamedTuple):
     """What a model predicts on a text.
 
     Attributes:
-        loss: mean of -ln of the probability of each token but the first, nats.
+        measure: the number of the text, such as the mean of -ln of the probability of each token but the first, nats.
         next_token: the likeliest token after the text.
         probability: its probability.
     """
 
-    loss: float
+    measure: float
     next_token: str
     probability: float
 
@@ -68,16 +67,16 @@ class PredictionComparison(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """How much the loss grows, nats per token."""
-        return self.after.loss - self.before.loss
+        """How much the measure grows."""
+        return self.after.measure - self.before.measure
 
-    def as_table_row(self) -> dict[str, Any]:
-        """Return the row of --json and --csv."""
+    def as_table_row(self, measure: str) -> dict[str, Any]:
+        """Return the row of --json and --csv; `measure` begins the names of columns."""
         return {
             "text": self.name,
             "tokens": self.tokens,
-            "loss_before": self.before.loss,
-            "loss_after": self.after.loss,
+            f"{measure}_before": self.before.measure,
+            f"{measure}_after": self.after.measure,
             "difference": self.difference,
             "standard_error": None,
             "next_before": self.before.next_token,
@@ -90,17 +89,7 @@ class PredictionComparison(NamedTuple):
 @click.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})  # rejected with the option they lack
 @click.argument("model")
 @click.option("--heads", required=True, metavar="L18H6,...", help="The heads, or whole layers, that are switched off.")
-@text_options
-@click.option(
-    "--tokens", type=click.IntRange(min=1), metavar="N", help="Cut each text to N tokens, special tokens included."
-)
-@click.option(
-    "--by",
-    type=click.Choice(["zero", "mean", "resample"]),
-    help="What replaces the output of a head: zero; its mean over --reference; its output on another of the texts, "
-    "which need one length.  [default: zero]",
-)
-@click.option("--reference", multiple=True, metavar="FILE", help="A text for the means of --by mean.")
+@intervention_options
 @click.option("--scale", type=float, metavar="F", help="Multiply the output by F instead.")
 @device_options
 @table_options
@@ -116,6 +105,9 @@ def ablate(
     tokens: int | None,
     by: str | None,
     reference: tuple[str, ...],
+    measure: str,
+    token: str | None,
+    other: str | None,
     scale: float | None,
     device: str,
     dtype: str,
@@ -126,12 +118,14 @@ def ablate(
     """Switch heads off, and show how much worse the model predicts each text.
 
     The model runs on each text as it is, and again with the output of the heads replaced before the output projection.
-    The table shows the loss before and after (the mean over all tokens but the first, in nats), and the likeliest next
-    token after the text. --text and --prompt may be repeated: from two texts on, the difference of the losses has a
-    standard error over the texts.
+    The table shows the loss before and after (the mean over all tokens but the first, in nats) or another --measure,
+    and the likeliest next token after the text. --text and --prompt may be repeated: from two texts on, the difference
+    has a standard error over the texts.
     """
     check_no_surplus(context.args)
-    _check_options(len(files) + len(prompts), by, reference, scale)
+    if scale is not None and by is not None:
+        raise click.UsageError(f"--scale multiplies the output, and --by {by} replaces it. Leave out one of them.")
+    check_options(len(files) + len(prompts), by, reference, measure, token, other)
     check_writable(table_files(json_file, csv_file))
     texts, others = read_texts(files, prompts), read_texts(reference, ())
 
@@ -142,6 +136,7 @@ def ablate(
         steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
         found = find_model(model)
         from multihead.interventions.heads import parse_head
+        from multihead.interventions.measures import measure_of
         from multihead.models.loading import describe, encode, load
         from multihead.models.use import use
 
@@ -152,62 +147,32 @@ def ablate(
         described = describe(found, stage=show_loading)
         encoded = [(name, encode(described, each, tokens=tokens)) for name, each in texts]
         encoded_reference = [encode(described, each, tokens=tokens) for _, each in others]
-        _check_text_lengths(encoded, same=by == "resample")
+        check_text_lengths(encoded, measure, same=by == "resample")
+        given_measure = build_measure(described, token, other)
         loaded = load(described, head="language", device=device, dtype=dtype, stage=show_loading)
         use(loaded.model)
         if others:
             steps.show(locale("ablate.averaging", lang))
         intervention = _build_intervention(loaded, keys, by or "zero", encoded_reference, scale)
+        measured = measure_of(loaded.model, given_measure)
         running = locale("ablate.running", lang)
         compared = _compare_predictions(
-            loaded, encoded, intervention, batched=by == "resample", progress=lambda *done: steps.show(running, *done)
+            loaded,
+            encoded,
+            intervention,
+            measured,
+            batched=by == "resample",
+            progress=lambda *done: steps.show(running, *done),
         )
-    write_tables(_table_rows(compared), json_file=json_file, csv_file=csv_file)
+    rows = _table_rows(compared, measured.name)
+    write_tables(rows, json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
         names = locale("common.join.comma", lang).join(map(str, keys))
         values = {"model": escape_controls(loaded.title), "heads": names, "factor": scale}
-        _print_table(
-            locale(f"ablate.{'scaled' if scale is not None else by or 'zero'}", lang, **values), compared, lang
-        )
-
-
-def _check_options(texts: int, by: str | None, reference: Sequence[str], scale: float | None) -> None:
-    """Reject options that contradict each other, or lack another."""
-    if not texts:
-        raise click.UsageError("There is no text. Give texts as --text FILE or --prompt TEXT; both may be repeated.")
-    if scale is not None and by is not None:
-        raise click.UsageError(f"--scale multiplies the output, and --by {by} replaces it. Leave out one of them.")
-    if by == "mean" and not reference:
-        raise click.UsageError(
-            "--by mean takes the mean output of each head over texts. Give them as --reference FILE."
-        )
-    if by != "mean" and reference:
-        raise click.UsageError("--reference is the texts of --by mean. Add --by mean, or leave it out.")
-    if by == "resample" and texts < 2:
-        raise click.UsageError(
-            "--by resample takes the output of a head on another text, and there is one. Give several texts."
-        )
-
-
-def _check_text_lengths(texts: Sequence[tuple[str, EncodedText]], *, same: bool) -> None:
-    """Reject texts without a token to predict, and of different lengths where they must be the same.
-
-    Raises:
-        InputError: a text has one token, or the lengths differ.
-    """
-    lengths = [encoded.ids.shape[1] for _, encoded in texts]
-    for (name, _), length in zip(texts, lengths, strict=True):
-        if length < 2:
-            shown = shorten(name, MAX_NAME_CHARACTERS, placeholder=" …")
-            raise InputError(
-                f"The text {shown!r} has 1 token, and the first token of a text is not predicted.",
-                "Give a longer text.",
-            )
-    if same and min(lengths) < max(lengths):
-        raise InputError(
-            f"--by resample needs texts of one length, and they have {min(lengths):,} to {max(lengths):,} tokens.",
-            f"Cut them with --tokens {min(lengths)}.",
-        )
+        title = locale(f"ablate.{'scaled' if scale is not None else by or 'zero'}", lang, **values)
+        tokens_of_measure = {"token": escape_controls(token or ""), "other": escape_controls(other or "")}
+        explained = locale(f"ablate.explained.{measured.name}", lang, **tokens_of_measure)
+        _print_table(title, [name for name, _ in encoded], rows, measured.name, explained, lang)
 
 
 def _build_intervention(
@@ -226,6 +191,7 @@ def _compare_predictions(
     loaded: LoadedModel,
     texts: Sequence[tuple[str, EncodedText]],
     intervention: AbstractContextManager[Any],
+    measure: Measure,
     *,
     batched: bool,
     progress: Callable[[int, int], None],
@@ -244,8 +210,9 @@ def _compare_predictions(
             arguments = [loaded.arguments(encoded) for _, encoded in group]
             batch = {name: torch.cat([each[name] for each in arguments]) for name in arguments[0]}
             with torch.no_grad(), context:
-                logits = network(**batch).logits
-            found += [_predict(loaded, *each) for each in zip(logits, batch["input_ids"], strict=True)]
+                output = network(**batch)
+                measured = measure.of_texts(output, batch, (len(group),)).tolist()
+            found += [_predict(loaded, *each) for each in zip(measured, output.logits, batch["input_ids"], strict=True)]
         predictions.append(found)
     return [
         PredictionComparison(name, encoded.ids.shape[1], before, after)
@@ -253,28 +220,30 @@ def _compare_predictions(
     ]
 
 
-def _predict(loaded: LoadedModel, logits: Tensor, ids: Tensor) -> Prediction:
+def _predict(loaded: LoadedModel, measured: float, logits: Tensor, ids: Tensor) -> Prediction:
     """Return what the logits of a text, (tokens, vocabulary), predict."""
-    from multihead.interventions.predictions import likeliest_tokens, token_losses
+    from multihead.interventions.predictions import likeliest_tokens
     from multihead.models.tokens import name_predicted_token
 
     (token,), (probability,) = (each.tolist() for each in likeliest_tokens(logits[-1], 1))
     name = name_predicted_token(loaded.tokenizer, token, ids.tolist())
-    return Prediction(float(token_losses(logits, ids).mean()), name, probability)
+    return Prediction(measured, name, probability)
 
 
-def _table_rows(compared: Sequence[PredictionComparison]) -> list[dict[str, Any]]:
+def _table_rows(compared: Sequence[PredictionComparison], measure: str) -> list[dict[str, Any]]:
     """Return the rows of --json and --csv: one per text, and from two texts on one with the means over them."""
-    rows = [each.as_table_row() for each in compared]
+    rows = [each.as_table_row(measure) for each in compared]
     if len(rows) < 2:
         return rows
-    means = {name: fmean(row[name] for row in rows) for name in ("loss_before", "loss_after", "difference")}
+    means = {name: fmean(row[name] for row in rows) for name in (f"{measure}_before", f"{measure}_after", "difference")}
     error = stdev(row["difference"] for row in rows) / sqrt(len(rows))
     tokens = sum(each.tokens for each in compared)
     return [*rows, {**dict.fromkeys(rows[0]), "tokens": tokens, **means, "standard_error": error}]
 
 
-def _print_table(title: str, compared: Sequence[PredictionComparison], lang: str) -> None:
+def _print_table(
+    title: str, texts: Sequence[str], rows: Sequence[dict[str, Any]], measure: str, explained: str, lang: str
+) -> None:
     """Print one line per text; in a narrow terminal names and tokens are cut, and some numbers left out."""
     from multihead.cli.console import (
         NARROW_TERMINAL_WIDTH,
@@ -285,11 +254,12 @@ def _print_table(title: str, compared: Sequence[PredictionComparison], lang: str
         print_sentence,
     )
 
-    words, console = section(lang, "ablate"), open_console()
-    rows = _table_rows(compared)
+    words, console = dict(section(lang, "ablate")), open_console()
+    for when in ("before", "after"):
+        words[when] = words[when].format(measure=words[f"measure.{measure}"])
     numbers = {
         "tokens": [f"{row['tokens']:,}" for row in rows],
-        **{name: [f"{row[f'loss_{name}']:.3f}" for row in rows] for name in ("before", "after")},
+        **{name: [f"{row[f'{measure}_{name}']:.3f}" for row in rows] for name in ("before", "after")},
         "difference": [f"{row['difference']:+.3f}" for row in rows],
         "error": ["–" if row["standard_error"] is None else f"{row['standard_error']:.3f}" for row in rows],
     }
@@ -310,9 +280,9 @@ def _print_table(title: str, compared: Sequence[PredictionComparison], lang: str
         [f'"{isolate_direction(token)}" {share}' if share else "" for token, share in zip(*pair, strict=True)]
         for pair in zip(tokens, shares, strict=True)
     ]
-    names = cut_names([escape_controls(each.name) for each in compared], most)
+    names = cut_names([escape_controls(each) for each in texts], most)
     if len(rows) > len(names):
-        names += cut_names([words["mean of texts"].format(texts=len(compared))], most)
+        names += cut_names([words["mean of texts"].format(texts=len(texts))], most)
     cells = {
         "text": [isolate_direction(name) for name in names],
         **numbers,
@@ -328,7 +298,7 @@ def _print_table(title: str, compared: Sequence[PredictionComparison], lang: str
     console.print()
     console.print(table)
     console.print()
-    print_sentence(console, words["explained"])
+    print_sentence(console, explained)
 
 
 def _format_share(probability: float | None) -> str:

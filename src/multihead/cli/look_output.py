@@ -182,7 +182,7 @@ def _table_of_heads(
     has_roles = any("role" in row for row in rows)
     words = []
     for row in rows:
-        named = _cell_of_kinds(row["kind"].split("+"), kinds, lang)
+        named = cell_of_kinds(row["kind"].split("+"), kinds, lang)
         if row.get("alignment"):
             named = text("look.and alignment", lang, kind=named, alignment=text("common.alignment", lang))
         role = [_name_of_role(row["role"], lang)] if has_roles else []
@@ -247,7 +247,7 @@ def _name_of_role(role: str, lang: str) -> str:
     return text("look.cross", lang) if role == "cross" else text(f"common.role.{role}", lang) if role else ""
 
 
-def _cell_of_kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> str:
+def cell_of_kinds(names: Sequence[str], kinds: Sequence[Kind], lang: str) -> str:
     """Return e.g. "induction* +1": the first kind, "*" if measured on repeated tokens, and how many more kinds."""
     from multihead.kinds import kinds_by_name
 

@@ -21,7 +21,7 @@ from multihead.interventions.heads import Head, resolve_heads
 from multihead.interventions.means import HeadMeans, checked_batches
 from multihead.interventions.measures import Measure, measure_of
 from multihead.interventions.prepared import prepare
-from multihead.interventions.replacements import GivenOutput, OutputFunction
+from multihead.interventions.replacements import GivenOutput, OutputFunction, Replacement
 from multihead.interventions.sweep import SweptLayer
 from multihead.locale.texts import text
 from multihead.models import huggingface
@@ -100,6 +100,8 @@ class Importance:
         effects_of_texts: name of a layer -> (texts, heads) float64, the measure without each head minus the measure
             with it; NaN for a head that was not switched off.
         baseline: (texts,) float64, the measure with all heads on.
+        replacement: the rule for the output of a head that is switched off.
+        positions: the tokens whose output is replaced, see `mh.ablate`.
         replayed: whether the blocks before each layer were left out, with equal outputs; else the whole model ran.
         seconds: how long it took.
 
@@ -118,6 +120,8 @@ class Importance:
     layers: tuple[SweptLayer, ...]
     effects_of_texts: Mapping[str, Tensor]
     baseline: Tensor
+    replacement: Replacement
+    positions: Positions
     replayed: bool
     seconds: float
 
@@ -358,7 +362,8 @@ def importance(
                 step = run.add(index, layer, effects)
                 if progress is not None:
                     progress(step)
-    return run.result(chosen, by if isinstance(by, str) else "vector" if isinstance(by, Tensor) else "function", method)
+    name = by if isinstance(by, str) else "vector" if isinstance(by, Tensor) else "function"
+    return run.result(chosen, name, method, replacement, positions)
 
 
 @dataclass(eq=False)
@@ -406,12 +411,25 @@ class _Run:
         share = 1 - self.layers.index(layer) / len(self.layers) if self.replayed else 1.0
         return share * len(layer.heads)
 
-    def result(self, measure: Measure, by: str, method: Method) -> Importance:
+    def result(
+        self, measure: Measure, by: str, method: Method, replacement: Replacement, positions: Positions
+    ) -> Importance:
         """Return the effects over all batches."""
         effects = {name: torch.cat(found) for name, found in self.effects.items()}
         baseline = torch.cat(self.baselines)
         seconds = perf_counter() - self.begun
-        return Importance(measure, by, method, tuple(self.layers), effects, baseline, self.replayed, seconds)
+        return Importance(
+            measure,
+            by,
+            method,
+            tuple(self.layers),
+            effects,
+            baseline,
+            replacement,
+            positions,
+            self.replayed,
+            seconds,
+        )
 
 
 def chance_beyond(errors: float, freedom: int) -> float:

