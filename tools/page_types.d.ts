@@ -67,6 +67,7 @@ interface ElementsById {
   helps: HTMLElementTagNameMap['span'];
   hf: HTMLElementTagNameMap['h2'];
   hg: HTMLElementTagNameMap['h2'];
+  hi: HTMLElementTagNameMap['h2'];
   hk: HTMLElementTagNameMap['h2'];
   hm: HTMLElementTagNameMap['h2'];
   hn: HTMLElementTagNameMap['h2'];
@@ -74,6 +75,14 @@ interface ElementsById {
   howmany: HTMLElementTagNameMap['span'];
   ht: HTMLElementTagNameMap['h2'];
   hw: HTMLElementTagNameMap['h2'];
+  important: HTMLElementTagNameMap['section'];
+  importantabout: HTMLElementTagNameMap['p'];
+  importantbox: HTMLElementTagNameMap['div'];
+  importantchoice: HTMLElementTagNameMap['div'];
+  importantgrid: HTMLElementTagNameMap['div'];
+  importantlead: HTMLElementTagNameMap['p'];
+  importantread: HTMLElementTagNameMap['p'];
+  importantscale: HTMLElementTagNameMap['div'];
   insp: HTMLElementTagNameMap['aside'];
   keptshare: HTMLElementTagNameMap['p'];
   kindoff: HTMLElementTagNameMap['button'];
@@ -95,6 +104,8 @@ interface ElementsById {
   mid: HTMLElementTagNameMap['main'];
   mini: HTMLElementTagNameMap['canvas'];
   more: HTMLElementTagNameMap['button'];
+  mostheads: HTMLElementTagNameMap['ol'];
+  mosttitle: HTMLElementTagNameMap['h3'];
   nav: HTMLElementTagNameMap['div'];
   nearest: HTMLElementTagNameMap['div'];
   nearesthead: HTMLElementTagNameMap['h2'];
@@ -158,6 +169,9 @@ interface ElementsById {
   textpick: HTMLElementTagNameMap['span'];
   texts: HTMLElementTagNameMap['script'];
   title: HTMLElementTagNameMap['h1'];
+  together: HTMLElementTagNameMap['div'];
+  togethernote: HTMLElementTagNameMap['p'];
+  togetherrows: HTMLElementTagNameMap['tbody'];
   typed: HTMLElementTagNameMap['textarea'];
   under: HTMLElementTagNameMap['div'];
   undo: HTMLElementTagNameMap['button'];
@@ -297,6 +311,33 @@ interface PictureText {
   stored?: number[];
 }
 
+/** What some heads do when all of them are off: a label, a number and its error of each of several rows. */
+interface OffTogetherDescription {
+  sentence: string;
+  heads: number[];
+  rows: ([string, number, number | null])[];
+}
+
+/** A number of each head that was measured on other texts than the record's, see `describe_head_numbers`.
+
+    `id` is that of the column with the numbers. `name`, `of` and `most` name the method, the measure, and the list of
+    the heads in `order`, the most important first. Heads are indices. `errors` is empty for a single text; `hatches`
+    says whether numbers within two of them are hatched.
+     */
+interface HeadNumbers {
+  id: string;
+  name: string;
+  of: string;
+  most: string;
+  sentence: string;
+  about: string;
+  note: string;
+  errors: (number | null)[];
+  hatches: boolean;
+  order: number[];
+  together: OffTogetherDescription | null;
+}
+
 /** One text of a record, see `describe_sample`; `stored` and `precision` in a report alone. */
 interface SampleDescription {
   lead: string;
@@ -317,6 +358,7 @@ interface SampleDescription {
   legend: KindDescription[];
   images: GreyPicture[];
   pictures: PictureText[];
+  important: HeadNumbers[];
   stored?: string;
   precision?: string;
 }

@@ -15,6 +15,7 @@ from tests.browser.records import (
     causal,
     encoder_decoder,
     hostile,
+    important,
     inherited,
     medium,
     of_a_script,
@@ -75,6 +76,7 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
         "several": several,
         "encoder": encoder,
         "generated": generated,
+        "important": important,
     }
     with ExitStack() as servers:
         kept: dict[tuple[str, ...], str] = {}

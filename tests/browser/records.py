@@ -16,6 +16,7 @@ from multihead.probes import DEFAULT, Probe
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.texts import Text
 from tests.families import batch_of, family
+from tests.head_numbers import add_together, found, record
 from tests.viewer.watching import watch
 
 LENGTH, LAYERS, HEADS = 700, 4, 3
@@ -82,6 +83,16 @@ def repeated() -> Record:
     previous[0] = 0.8
     seen.layers[1].samples[0].set_statistics(seen.layers[1].samples[0].statistics | {"previous_mass": previous})
     return named(seen, words(60))
+
+
+@cache
+def important() -> Record:
+    """A record with the exact effects of its heads, estimates of them, and what two heads do together."""
+    seen = record()
+    for each in (found(), found("gradient")):
+        seen.add(each)
+    add_together(seen, found())
+    return seen
 
 
 @cache

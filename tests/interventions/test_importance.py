@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import multihead as mh
 from multihead.errors import ArgumentError, ModelError
 from multihead.interventions import sweep
-from multihead.interventions.importance import EffectsOfLayer, chance_beyond
+from multihead.interventions.importance import EffectsOfLayer
+from multihead.record.head_numbers import chance_beyond
 from tests.families import ENCODER, TEXT, family
 from tests.interventions.changed_eager import Change, changed_eager, compute_in_float64, replaced, scaled
 from tests.interventions.tiny_models import batch, double, real_queries
@@ -237,7 +238,7 @@ def test_the_sentence_says_how_many_effects_chance_alone_gives() -> None:
     )
     one = mh.importance(layer, x[:1], size)
     assert one.standard_errors.isnan().all()
-    assert one.describe("zh").startswith("只有一段文本，没有标准误差")
+    assert one.describe("zh").startswith("只有一段文本，没有标准误")
     assert [round(chance_beyond(2.0, freedom), 4) for freedom in (1, 2, 3, 4, 10)] == [
         0.2952,
         0.1835,

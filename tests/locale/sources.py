@@ -29,7 +29,13 @@ USERS = {
     "view": ("cli/view.py", "cli/serving.py"),
     "compare": ("cli/compare.py", "record/analysis/changes.py"),
     "ablate": ("cli/ablate.py",),
-    "importance": ("interventions/importance.py", "interventions/together.py", "cli/importance.py"),
+    "importance": (
+        "interventions/importance.py",
+        "interventions/together.py",
+        "cli/importance.py",
+        "record/head_numbers.py",
+        "viewer/importance.py",
+    ),
     "try": ("viewer/trial.py", "viewer/static/try/*.js", "viewer/static/try/*.html"),
     "census": ("cli/census.py",),
     "census page": (

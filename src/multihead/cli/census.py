@@ -17,7 +17,7 @@ from multihead.errors import InputError
 from multihead.errors.optional import require
 from multihead.files import check_writable
 from multihead.locale.escaping import escape_controls
-from multihead.locale.texts import section, statistic_label, text, unit_label
+from multihead.locale.texts import section, text, unit_label
 
 if TYPE_CHECKING:
     from multihead.counting.result import Census
@@ -313,7 +313,7 @@ def _rows_of_statistics(found: Census, lang: str) -> list[TableRow]:
             continue
         best = sorted(known, key=lambda row: -row[name])[:MAX_PRINTED_HEADS]
         mean, chance = (sum(row.get(each, nan) for row in known) / len(known) for each in (name, name + CHANCE_SUFFIX))
-        label = escape_controls(statistic_label(name, lang, shown.label))
+        label = escape_controls(shown.translated_label(lang))
         label = f"{label} ({escape_controls(unit_label(shown.unit, lang))})" if shown.unit else label
         heads = [f"L{row['layer']} H{row['head']} {shown.number(row[name])}" for row in best]
         made.append(TableRow((label, shown.number(mean), shown.number(chance)), heads))

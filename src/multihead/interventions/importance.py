@@ -27,12 +27,11 @@ from multihead.locale.texts import text
 from multihead.models import huggingface
 from multihead.probes.catalogue import statistic_of_heads
 from multihead.probes.probe import Statistic
+from multihead.record.head_numbers import NumbersOverTexts
 from multihead.record.table import HeadList, HeadOfLayer, HeadTable
 from multihead.tensors.tracing import run_uncompiled
 
 Method = Literal["exact", "gradient"]
-STANDARD_ERRORS = 2.0
-"""Number of standard errors from which an effect counts as more than the texts' spread."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +130,18 @@ class Importance:
         return len(self.baseline)
 
     @cached_property
+    def _over_texts(self) -> NumbersOverTexts:
+        return NumbersOverTexts([self.effects_of_texts[layer.name] for layer in self.layers])
+
+    @cached_property
     def effects(self) -> Tensor:
         """The mean effect over texts: (layers, heads) float64, NaN where there is no such head."""
-        return self._by_layer(lambda values: values.mean(0))
+        return _padded(self._over_texts.means)
 
     @cached_property
     def standard_errors(self) -> Tensor:
         """The standard error of each mean effect: (layers, heads) float64, NaN for one text."""
-        return self._by_layer(
-            lambda values: values.std(0) / len(values) ** 0.5 if len(values) > 1 else values[0] * torch.nan
-        )
+        return _padded(self._over_texts.errors)
 
     @cached_property
     def sensitivities(self) -> Tensor:
@@ -148,19 +149,16 @@ class Importance:
 
         Of method="gradient" this is the mean of |dL/dgate| (arXiv:1905.10650).
         """
-        return self._by_layer(lambda values: values.abs().mean(0))
-
-    def _by_layer(self, of: Callable[[Tensor], Tensor]) -> Tensor:
-        rows = [of(self.effects_of_texts[layer.name]) for layer in self.layers]
-        widest = max(map(len, rows))
-        return torch.stack([nn.functional.pad(row, (0, widest - len(row)), value=torch.nan) for row in rows])
+        return _padded([self.effects_of_texts[layer.name].abs().mean(0) for layer in self.layers])
 
     @property
     def statistic(self) -> Statistic:
         """How an effect is shown; its name is that of the column in a record."""
-        return statistic_of_heads(
-            "effect" if self.method == "exact" else "estimate", self.measure.name, self.measure.unit, self.by
-        )
+        return self._column("effect" if self.method == "exact" else "estimate")
+
+    def _column(self, what: str) -> Statistic:
+        measure = self.measure
+        return statistic_of_heads(what, measure.name, measure.unit, self.by, more_is_better=measure.more_is_better)
 
     @property
     def statistics(self) -> dict[str, Statistic]:
@@ -170,9 +168,7 @@ class Importance:
     @property
     def _sensitivity(self) -> list[Statistic]:
         """The statistic of the sensitivities; none of exact effects."""
-        measure = self.measure
-        found = statistic_of_heads("sensitivity", measure.name, measure.unit, self.by)
-        return [found] if self.method == "gradient" else []
+        return [self._column("sensitivity")] if self.method == "gradient" else []
 
     @property
     def by_layer(self) -> dict[str, dict[str, Tensor]]:
@@ -242,13 +238,12 @@ class Importance:
     @property
     def beyond_errors(self) -> int:
         """Number of heads whose effect is more than two standard errors from 0."""
-        return int((self.effects.abs() > STANDARD_ERRORS * self.standard_errors).sum())
+        return self._over_texts.beyond_errors
 
     @property
     def expected_by_chance(self) -> float:
         """Number of heads of which this is expected if no head has an effect, by Student's t distribution."""
-        heads = int(self.effects.isfinite().sum())
-        return heads * chance_beyond(STANDARD_ERRORS, self.texts - 1) if self.texts > 1 else math.nan
+        return self._over_texts.expected_by_chance
 
     def describe(self, lang: str = "en") -> str:
         """Describe the result in sentences: how many heads have an effect, how many would by chance, and how it ran.
@@ -256,15 +251,8 @@ class Importance:
         Args:
             lang: "en" or "zh".
         """
-        values = {
-            "heads": int(self.effects.isfinite().sum()),
-            "texts": self.texts,
-            "beyond": self.beyond_errors,
-            "chance": f"{self.expected_by_chance:.0f}",
-        }
-        part = "one text" if self.texts == 1 else "several texts"
         ran = self.method if self.method == "gradient" else "replayed" if self.replayed else "whole"
-        return "".join(text(f"importance.{each}", lang, **values) for each in (part, ran))
+        return self._over_texts.describe(lang) + text(f"importance.{ran}", lang)
 
     def __str__(self) -> str:
         return self.describe()
@@ -432,17 +420,7 @@ class _Run:
         )
 
 
-def chance_beyond(errors: float, freedom: int) -> float:
-    """Return the chance that Student's t with some degrees of freedom is further from 0 than a number.
-
-    >>> round(270 * chance_beyond(2.0, 19), 1)  # 270 heads, 20 texts
-    16.2
-    """
-    angle = math.atan2(errors, math.sqrt(freedom))
-    cosine, odd = math.cos(angle) ** 2, freedom % 2
-    term = total = math.cos(angle) if odd else 1.0
-    for k in range(3 if odd else 2, freedom - 1, 2):
-        term *= cosine * (k - 1) / k
-        total += term
-    series = math.sin(angle) * total * (freedom > 1)
-    return 1 - (2 / math.pi * (angle + series) if odd else series)
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    """Return numbers per layer, (heads,) each, as (layers, heads), NaN where there is no such head."""
+    widest = max(map(len, rows))
+    return torch.stack([nn.functional.pad(row, (0, widest - len(row)), value=torch.nan) for row in rows])

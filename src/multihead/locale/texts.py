@@ -71,17 +71,22 @@ def statistic_label(name: str, lang: str, default: str) -> str:
     >>> statistic_label("entropy", "zh", "entropy"), statistic_label("late_mass", "zh", "late")
     ('熵', 'late')
     """
-    return _texts_in_language(lang).get(f"common.statistic.{name}", default)
+    return text_or(f"common.statistic.{name}", lang, default)
+
+
+def text_or(key: str, lang: str, default: str) -> str:
+    """Return a text in a language; `default` where there is none."""
+    return _texts_in_language(lang).get(key, default)
 
 
 def short_statistic_label(name: str, lang: str, default: str) -> str:
     """Return the translated short label of a statistic, for a narrow column; `default` where there is none."""
-    return _texts_in_language(lang).get(f"common.short statistic.{name}", default)
+    return text_or(f"common.short statistic.{name}", lang, default)
 
 
 def unit_label(unit: str, lang: str) -> str:
     """Return the translation of a unit; the unit itself if there is none."""
-    return _texts_in_language(lang).get(f"common.unit.{unit}", unit)
+    return text_or(f"common.unit.{unit}", lang, unit)
 
 
 @cache

@@ -17,6 +17,7 @@ from torch import Tensor
 from multihead.errors import ProbeError
 from multihead.errors.given import reject_given
 from multihead.kernels.parts import NEAR_REACH, PART_FAMILIES, PartName, part_named
+from multihead.probes.head_statistic import HeadStatistic
 from multihead.probes.probe import SHARE_FORMAT, PartValues, Probe, Statistic
 
 
@@ -301,7 +302,9 @@ def statistic(name: str, custom: Mapping[str, Statistic] | None = None) -> Stati
     return _STATISTICS_BY_NAME.get(name) or (custom or {}).get(name) or Statistic(name)
 
 
-def statistic_of_heads(what: str, measure: str, unit: str, by: str) -> Statistic:
+def statistic_of_heads(
+    what: str, measure: str, unit: str, by: str, *, more_is_better: bool | None = None
+) -> HeadStatistic:
     """Return the statistic of what heads do for a measure of a model's output, see `multihead.importance`.
 
     Args:
@@ -309,14 +312,21 @@ def statistic_of_heads(what: str, measure: str, unit: str, by: str) -> Statistic
         measure: name of the measure.
         unit: unit of the measure; "%" for a share.
         by: what replaces the output of a head.
+        more_is_better: whether more of the measure is better; None for neither.
 
     >>> statistic_of_heads("effect", "loss", "nats", "zero").heading
     'effect on loss by zero (nats)'
     """
-    label = f"{what} on {measure} by {by}".replace("_", " ")
-    if unit == "%":
-        return Statistic(f"{what}_{measure}_{by}", label=label, number_format=SHARE_FORMAT)
-    return Statistic(f"{what}_{measure}_{by}", label=label, unit=unit)
+    return HeadStatistic(
+        f"{what}_{measure}_{by}",
+        label=f"{what} on {measure} by {by}".replace("_", " "),
+        unit=unit,
+        number_format=SHARE_FORMAT if unit == "%" else ".3g",
+        what=what,
+        measure=measure,
+        by=by,
+        better={True: "more", False: "less", None: ""}[more_is_better],
+    )
 
 
 def offset_mass(offset: int) -> Probe:

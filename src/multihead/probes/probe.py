@@ -20,6 +20,7 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError
 from multihead.kernels.parts import PARTS, PartAxes, PartInput, PartName, part_named
+from multihead.locale.texts import statistic_label
 from multihead.probes.function_identity import identity_of_function
 
 PartValues: TypeAlias = Mapping[PartName, Tensor]
@@ -109,6 +110,10 @@ class Statistic:
     def counted_offset(self) -> int | None:
         """The offset at which the text of a query needs a key, so that the query counts; None if none is needed."""
         return int(self.counted.removeprefix(_OFFSET_RULE)) if self.counted.startswith(_OFFSET_RULE) else None
+
+    def translated_label(self, lang: str) -> str:
+        """Return the label in a language; a user-defined statistic keeps its own."""
+        return statistic_label(self.name, lang, self.label)
 
     @property
     def heading(self) -> str:

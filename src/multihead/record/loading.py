@@ -11,6 +11,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from multihead.files import RandomAccessFile, check_file_name, is_folder
 from multihead.functional import request_of
 from multihead.kernels.parts import PartAxes
 from multihead.probes.catalogue import REPEAT_PROBES, probe_of_part, statistic
+from multihead.probes.head_statistic import HEAD_NUMBERS, HeadStatistic, HeadsTogether
 from multihead.probes.probe import Statistic
 from multihead.record.layer import LayerRecord, LayerTexts, RecordContents
 from multihead.record.places import LONGEST_SIDE, NO_PLACE, Picture, PlaceTable
@@ -303,6 +305,7 @@ def _read_statistics(data: dict[str, Any]) -> OwnStatistics:
     counted = _checked_type(data.get("counted", {}), dict, "the queries that count")
     axes = _checked_type(data.get("axes", {}), dict, "the axes of statistics")
     parts = _checked_type(data.get("parts", {}), dict, "the parts of statistics")
+    of_heads = _checked_type(data.get("of heads", {}), dict, "the measures of heads")
     for name, fields in _checked_type(data.get("statistics", {}), dict, "the labels of statistics").items():
         shown = {
             key: _checked_type(value, str, f"the {key} of a statistic")
@@ -312,7 +315,9 @@ def _read_statistics(data: dict[str, Any]) -> OwnStatistics:
             raise _InvalidValueError(f"a label of a statistic has more than {MAX_LABEL_LENGTH} characters")
         shown["counted"] = _checked_type(counted.get(name, "all"), str, "the queries that count")
         shown["axes"] = _checked_type(axes.get(name, "queries"), str, "the axes of a statistic")
-        found[name] = Statistic(name, **shown)
+        found[name] = (
+            _read_head_statistic(name, shown, of_heads[name]) if name in of_heads else Statistic(name, **shown)
+        )
         if name in parts:
             family, argument, tokens = _checked_type(parts[name], list, "the part of a statistic")
             probe = probe_of_part((family, argument), tokens)
@@ -320,6 +325,31 @@ def _read_statistics(data: dict[str, Any]) -> OwnStatistics:
                 raise _InvalidValueError(f"the part of {name} belongs to {probe.name}")
             found[name] = replace(probe, **shown)
     return found
+
+
+def _read_head_statistic(name: str, shown: dict[str, Any], data: Any) -> HeadStatistic:
+    """Read what the numbers of heads are: `what`, measure, `by`, which measure is better, and heads off together."""
+    *words, together = _checked_type(data, list, "the measures of heads")
+    what, measure, by, better = (_checked_type(each, str, "a measure of heads") for each in words)
+    if what not in HEAD_NUMBERS or better not in ("more", "less", "") or len(measure + by) > MAX_LABEL_LENGTH:
+        raise _InvalidValueError(f"{name} is no number of heads that this version knows")
+    return HeadStatistic(
+        name, **shown, what=what, measure=measure, by=by, better=better, together=_read_off_together(together)
+    )
+
+
+def _read_off_together(data: Any) -> HeadsTogether | None:
+    """Read what some heads do when all of them are off; None if that was not measured."""
+    if data is None:
+        return None
+    fields = _checked_type(data, dict, "heads that are off together")
+    heads = [(_checked_count(layer, "a layer"), _checked_count(head, "a head")) for layer, head in fields["heads"]]
+    numbers = {key: tuple(map(float, fields[key])) for key in ("effects", "singles", "draws")}
+    if not heads or not numbers["effects"] or len(numbers["effects"]) != len(numbers["singles"]):
+        raise _InvalidValueError("the heads that are off together have no texts")
+    if not all(map(math.isfinite, chain(*numbers.values()))):
+        raise _InvalidValueError("the effect of heads that are off together is not finite")
+    return HeadsTogether(tuple(heads), **numbers)
 
 
 def _reject_constant(name: str) -> float:

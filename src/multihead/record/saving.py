@@ -19,6 +19,7 @@ from multihead.errors.given import check_path
 from multihead.errors.optional import require
 from multihead.files import check_writable, open_atomically
 from multihead.probes.catalogue import REPEAT_PROBES, statistic
+from multihead.probes.head_statistic import HeadStatistic
 from multihead.probes.probe import Probe
 from multihead.record.layer import RecordContents, empty_layer_error
 from multihead.record.places import Picture, PlaceTable
@@ -144,6 +145,9 @@ def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, TensorSto
     axes = {name: each.axes for name, each in record.statistics.items() if each.axes != "queries"}
     if axes:
         data["axes"] = axes
+    of_heads = [each for each in record.statistics.values() if isinstance(each, HeadStatistic)]
+    if of_heads:
+        data["of heads"] = {each.name: _measure_as_json(each) for each in of_heads}
     probes = [each for each in record.statistics.values() if isinstance(each, Probe)]
     parts = {
         each.name: [*each.only_part, None if each.tokens is None else sorted(each.tokens)]
@@ -155,6 +159,12 @@ def record_as_json(record: RecordContents, *, keep: str) -> tuple[str, TensorSto
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # A token may be half of a surrogate pair, which UTF-8 cannot encode but JSON can, as \\ud83d.
     return text.encode("utf-8", "backslashreplace").decode("utf-8"), tensors
+
+
+def _measure_as_json(shown: HeadStatistic) -> list[Any]:
+    """Convert what a number of heads is to JSON."""
+    together = None if shown.together is None else vars(shown.together)
+    return [shown.what, shown.measure, shown.by, shown.better, together]
 
 
 def _summary_as_json(running_summary: RunningSummary | None, tensors: TensorStore, layer: int) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from multihead.errors import ArgumentError, InputError
 from multihead.errors.given import check_path
 from multihead.files import check_writable, write_atomically
 from multihead.locale.escaping import escape_controls
-from multihead.locale.texts import check_language, section, statistic_label, text, unit_label
+from multihead.locale.texts import check_language, section, text, unit_label
 from multihead.probes.probe import SHARE_FORMAT
 from multihead.record.profiles import LayerKinds
 from multihead.record.text_rows import SummaryName
@@ -224,7 +224,7 @@ def _describe_findings(
             break
         name = each.most_different
         shown = run.plan.statistics[name]
-        label = escape_controls(statistic_label(name, lang, shown.label))
+        label = escape_controls(shown.translated_label(lang))
         before, after = each.values(name, lang)
         count = text("census page.apart", lang, n=f"{each.divergence:.3f}")
         sentence = f"{label} {before} → {after}"

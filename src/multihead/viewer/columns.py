@@ -7,7 +7,7 @@ from typing import Protocol
 
 from multihead.kinds import MIXED, Kind
 from multihead.locale.escaping import escape_controls
-from multihead.locale.texts import statistic_label, unit_label
+from multihead.locale.texts import unit_label
 from multihead.probes.catalogue import PROBES, REPEAT_PROBES, SEPARATOR_MASS, SPECIAL_MASS, statistic
 from multihead.probes.choices import FOCUS
 from multihead.probes.probe import Probe, Statistic
@@ -35,7 +35,7 @@ def describe_column(shown: Statistic, lang: str) -> ColumnDescription:
     """
     return {
         "id": shown.name,
-        "label": escape_controls(statistic_label(shown.name, lang, shown.label)),
+        "label": escape_controls(shown.translated_label(lang)),
         "unit": escape_controls(unit_label(shown.unit, lang)),
         "format": shown.number_format,
         "about": escape_controls(shown.about) if isinstance(shown, Probe) and shown.name not in PROBES else "",

@@ -143,6 +143,35 @@ class PictureText(TypedDict):
     stored: NotRequired[list[int]]
 
 
+class OffTogetherDescription(TypedDict):
+    """What some heads do when all of them are off: a label, a number and its error of each of several rows."""
+
+    sentence: str
+    heads: list[int]
+    rows: list[tuple[str, float, float | None]]
+
+
+class HeadNumbers(TypedDict):
+    """A number of each head that was measured on other texts than the record's, see `describe_head_numbers`.
+
+    `id` is that of the column with the numbers. `name`, `of` and `most` name the method, the measure, and the list of
+    the heads in `order`, the most important first. Heads are indices. `errors` is empty for a single text; `hatches`
+    says whether numbers within two of them are hatched.
+    """
+
+    id: str
+    name: str
+    of: str
+    most: str
+    sentence: str
+    about: str
+    note: str
+    errors: Numbers
+    hatches: bool
+    order: list[int]
+    together: OffTogetherDescription | None
+
+
 class SampleDescription(TypedDict):
     """One text of a record, see `describe_sample`; `stored` and `precision` in a report alone."""
 
@@ -164,6 +193,7 @@ class SampleDescription(TypedDict):
     legend: list[KindDescription]
     images: list[GreyPicture]
     pictures: list[PictureText]
+    important: list[HeadNumbers]
     stored: NotRequired[str]
     precision: NotRequired[str]
 

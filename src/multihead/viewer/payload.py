@@ -29,6 +29,7 @@ from multihead.viewer.columns import (
     without_repeated_special_tokens,
 )
 from multihead.viewer.facts import facts_of_record, lead_sentence, name_masks
+from multihead.viewer.importance import describe_head_numbers
 from multihead.viewer.levels import MAX_COARSEST_SIDE, number_of_levels
 from multihead.viewer.page import installed_version, round_all_for_json, round_for_json
 from multihead.viewer.page_types import (
@@ -269,6 +270,7 @@ def describe_sample(
         legend=legend_of_kinds(record.all_kinds, profiles, lang),
         images=images,
         pictures=pictures,
+        important=[each for each in describe_head_numbers(record, lang) if each["id"] in ids],
     )
 
 

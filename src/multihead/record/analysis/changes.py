@@ -20,7 +20,7 @@ from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
 from multihead.kinds import KINDS, Kind, kinds_by_name
 from multihead.locale.escaping import escape_controls
-from multihead.locale.texts import statistic_label, text, unit_label
+from multihead.locale.texts import text, unit_label
 from multihead.probes.catalogue import SEPARATOR_MASS, SPECIAL_MASS, statistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
 from multihead.record.analysis.highlights import HeadKind, heads_of_kinds
@@ -178,7 +178,7 @@ class ChangedHead(HeadOfLayer):
         if (name := self.largest_difference) is None:
             return None
         shown = statistic(name, self.statistics)
-        label = escape_controls(statistic_label(name, lang, shown.label))
+        label = escape_controls(shown.translated_label(lang))
         values = [text_of_value(shown, each[name], lang) for each in (self.before, self.after)]
         if not self.compares_weights:
             levels = [text_of_value(shown, each[name], lang) for each in (self.chance_before, self.chance_after)]
@@ -406,7 +406,7 @@ def describe_kind_counts(one: ComparedKind, lang: str, among: Sequence[Kind] = K
     sides = (one.number_before, one.heads_before, one.best_before), (one.number_after, one.heads_after, one.best_after)
     label = escape_controls(kind.label(lang))
     if kind.texts == "repeats" and kind.probe is not None:
-        label = escape_controls(statistic_label(kind.probe.name, lang, kind.probe.label))
+        label = escape_controls(kind.probe.translated_label(lang))
     counts = []
     for number, heads, best in sides:
         values: dict[str, object] = {"number": number, "heads": heads}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from multihead.locale.texts import statistic_label, text
+from multihead.locale.texts import text
 from multihead.probes.catalogue import POOLED_MAP
 from multihead.probes.choices import FOCUS
 from multihead.record.plots import end_of_color_scale, import_pyplot, report_colormap
@@ -71,7 +71,7 @@ def picture_of_heads(record: Record, *, lang: str = "en") -> tuple[bytes, str]:
     if number < min(len(heads), _MAPS_PER_ROW // 2):
         name = FOCUS.name if all(FOCUS.name in each for each in means) else next(iter(means[0]))
         figure = record.plot(name).figure
-        label = statistic_label(name, lang, record.statistic(name).label)
+        label = record.statistic(name).translated_label(lang)
         return _png_in_few_colours(figure), text("widget.statistic", lang, label=label)
     if not whole:
         heads.sort(key=lambda at: float(means[at[0]][FOCUS.name][at[1]]) if FOCUS.name in means[at[0]] else math.inf)

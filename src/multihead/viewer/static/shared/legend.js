@@ -52,11 +52,14 @@ export const markedRamp = (lut, width, marks) =>
     ),
   );
 
-// The ramp of a difference A − B, from −end to +end, which are percentages unless `form` writes them otherwise.
-export const signedRamp = (width, end, form = formatExact) =>
+// The ramp of a difference A − B, from −end to +end, which are percentages unless `form` writes them otherwise; on the
+// √ scale with a mark at a quarter of its end.
+export const signedRamp = (width, end, form = formatExact, scale = 'linear') =>
   markedRamp('apart', width, [
     [0, '−' + form(end)],
+    ...(scale === 'root' ? [[25, '−' + form(end / 4)]] : []),
     [50, '0'],
+    ...(scale === 'root' ? [[75, '+' + form(end / 4)]] : []),
     [100, '+' + form(end)],
   ]);
 

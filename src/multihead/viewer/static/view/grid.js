@@ -179,6 +179,7 @@ function watching(/** @type {Sample} */ record) {
     { rootMargin: view.served ? '600px' : '100000px' },
   );
   for (const { layer } of record.findings) fetchMaps(record, layer);
+  for (const { order } of record.important) for (const i of order) fetchMaps(record, record.heads[i].l);
   for (const rowOf of elementsIn($('grid'), '[data-l]')) watch.observe(rowOf);
 }
 

@@ -11,6 +11,7 @@ import { pathOfSample, requestJson, server } from './api.js';
 import { focusHead, retryMaps, returnToHead } from './grid.js';
 import { leaveHead, redraw, sceneNow, showHead } from './head.js';
 import { onResize, place, scrollToTop, setTitle, showMapLayout, windowSize } from './host.js';
+import { returnToImportant } from './important.js';
 import { listenToKeyboard } from './keyboard.js';
 import { linkButton } from './link.js';
 import { zoomBy, zoomOne, zoomWhole } from './moves.js';
@@ -103,7 +104,10 @@ function show(shown, second, wasHead) {
     showOverview(record, i => {
       place.go(toHead(record.run, record.sample, record.heads[i].l, record.heads[i].h));
     });
-    if (wasHead && root.activeElement) returnToHead(Math.max(0, record.index(wasHead.l, wasHead.h)), lastInput.used);
+    if (wasHead && root.activeElement) {
+      const i = Math.max(0, record.index(wasHead.l, wasHead.h));
+      if (!returnToImportant(i, lastInput.used)) returnToHead(i, lastInput.used);
+    }
     drawnWidth = windowSize().width;
     saveAddress();
   } else {

@@ -26,6 +26,7 @@ import {
   topWeight,
 } from './grid.js';
 import { onPrint } from './host.js';
+import { drawMost, fadeImportant, showImportant } from './important.js';
 import { showOpeningText } from './opening.js';
 import { saveAddress, state, toHead } from './permalink.js';
 import { drawLegendOfPictures, fadePictures, kindsInPictures, showPictures } from './places.js';
@@ -82,6 +83,7 @@ export function showOverview(shown, openHead) {
     ),
   );
   showOpeningText(record);
+  showImportant(record, passes, goTo);
   drawLegendOfPictures();
   showPictures(record);
   $('filter').value = state.filter;
@@ -118,6 +120,7 @@ function later() {
   clearTimeout(waiting);
   waiting = setTimeout(() => {
     inspect(litHead());
+    drawMost();
     findings();
     statisticsTable();
   }, 150);
@@ -216,6 +219,7 @@ function chips() {
 
 function narrowed() {
   fadeHeads(passes);
+  fadeImportant(passes);
   if (record.pictures.length) fadePictures(passes);
   statisticsTable();
   saveAddress();

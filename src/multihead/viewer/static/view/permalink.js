@@ -1,6 +1,7 @@
 // The state of the page, and the address that restores it: #a=L17H4&b=L16H0&v=ab&x=3400&y=3400&n=120&q=3440&c=log&s=0.
 // Also: r and t, the run and the text (sample); rb, the run of B; f, k and o, the filter, the kind and the order of the
-// table; on the page of all heads p and q, the head, or the mean of a layer (L17), and the token of a picture's panel.
+// table; on the page of all heads m, the numbers of the panel of important heads, and p and q, the head, or the mean of
+// a layer (L17), and the token of a picture's panel.
 import { remembered } from '../shared/remembered.js';
 import { markSaved, place } from './host.js';
 
@@ -15,6 +16,7 @@ export const state = {
   n: 0,
   q: -1,
   p: null,
+  m: '',
   scale: '',
   usual: '',
   masked: false,
@@ -47,6 +49,7 @@ export function readAddress(hash) {
     n: number(given.get('n'), 0),
     q: Math.floor(number(given.get('q'), -1)),
     p: headOrMean(given.get('p')),
+    m: given.get('m') ?? '',
     scale: ['linear', 'log', 'root'].find(name => name === given.get('c')) ?? '',
     masked: given.has('s') ? given.get('s') === '1' : remembered('without first'),
     filter: given.get('f') ?? '',
@@ -64,6 +67,7 @@ export function writeAddress(st = state) {
     if (st.filter) out.f = st.filter;
     if (st.kind) out.k = st.kind;
     if (st.order) out.o = st.order;
+    if (st.m) out.m = st.m;
     if (st.p) Object.assign(out, { p: st.p.h < 0 ? `L${st.p.l}` : name(st.p), q: st.q });
     if (st.scale !== st.usual) out.c = st.scale;
   } else {

@@ -8,6 +8,27 @@ import { makeStatistic } from '../shared/statistics.js';
 import { pathOfSample, requestJson } from './api.js';
 
 const BUILT = 6;
+
+/**
+ * A number of each head that was measured apart from the record: its values, their errors, and the columns of both.
+ * @typedef {ReturnType<typeof makeImportant>} Important
+ */
+
+/**
+ * @param {HeadNumbers} numbers
+ * @param {SampleDescription} described
+ */
+function makeImportant(numbers, { columns, metrics }) {
+  const column = columns.find(each => each.id === numbers.id);
+  const errorColumn = { ...column, format: column.format === 'share' ? 'share' : '.2g' };
+  return {
+    ...numbers,
+    column,
+    errorColumn,
+    shown: makeStatistic(column, metrics[numbers.id]),
+    error: makeStatistic(errorColumn, numbers.errors),
+  };
+}
 /** @type {ViewDescription} */
 export const view = { lang: 'en', runs: [], foot: '', precision: '', similar: false, looking: false, served: false };
 
@@ -35,6 +56,7 @@ export class Sample extends HeadList {
     this.legend = legend;
     this.images = described.images;
     this.pictures = described.pictures;
+    this.important = described.important.map(numbers => makeImportant(numbers, described));
     this.stored = described.stored; // of a file
     addLegend(legend);
     this.allKinds = kinds;

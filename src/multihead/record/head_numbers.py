@@ -1,0 +1,92 @@
+"""Numbers of heads over texts: their means and standard errors, and how many heads are beyond chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from multihead.locale.texts import text
+
+STANDARD_ERRORS = 2.0
+"""Number of standard errors from which a mean counts as more than the texts' spread."""
+
+
+@dataclass(frozen=True, eq=False)
+class NumbersOverTexts:
+    """Numbers of the heads of some layers, of which each text counts alike.
+
+    Attributes:
+        of_layers: per layer (texts, heads) float64, NaN for a head that was not measured.
+    """
+
+    of_layers: Sequence[Tensor]
+
+    @property
+    def texts(self) -> int:
+        """Number of texts."""
+        return len(self.of_layers[0])
+
+    @cached_property
+    def means(self) -> list[Tensor]:
+        """The mean over texts: per layer (heads,) float64."""
+        return [values.mean(0) for values in self.of_layers]
+
+    @cached_property
+    def errors(self) -> list[Tensor]:
+        """The standard error of each mean: per layer (heads,) float64, NaN for one text."""
+        return [
+            values.std(0) / len(values) ** 0.5 if len(values) > 1 else values[0] * torch.nan
+            for values in self.of_layers
+        ]
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads that were measured."""
+        return sum(int(values.isfinite().sum()) for values in self.means)
+
+    @property
+    def beyond_errors(self) -> int:
+        """Number of heads whose mean is more than two standard errors from 0."""
+        pairs = zip(self.means, self.errors, strict=True)
+        return sum(int((mean.abs() > STANDARD_ERRORS * error).sum()) for mean, error in pairs)
+
+    @property
+    def expected_by_chance(self) -> float:
+        """Number of heads of which this is expected if all means are 0, by Student's t distribution; NaN for a text."""
+        return self.num_heads * chance_beyond(STANDARD_ERRORS, self.texts - 1) if self.texts > 1 else math.nan
+
+    def describe(self, lang: str) -> str:
+        """Return a sentence: how many heads change the measure, and how many would by chance.
+
+        Args:
+            lang: "en" or "zh".
+        """
+        return text(
+            "importance.one text" if self.texts == 1 else "importance.several texts",
+            lang,
+            heads=self.num_heads,
+            texts=self.texts,
+            beyond=self.beyond_errors,
+            chance=f"{self.expected_by_chance:.0f}",
+        )
+
+
+def chance_beyond(errors: float, freedom: int) -> float:
+    """Return the chance that Student's t with some degrees of freedom is further from 0 than a number.
+
+    >>> round(270 * chance_beyond(2.0, 19), 1)  # 270 heads, 20 texts
+    16.2
+    """
+    angle = math.atan2(errors, math.sqrt(freedom))
+    cosine, odd = math.cos(angle) ** 2, freedom % 2
+    term = total = math.cos(angle) if odd else 1.0
+    for k in range(3 if odd else 2, freedom - 1, 2):
+        term *= cosine * (k - 1) / k
+        total += term
+    series = math.sin(angle) * total * (freedom > 1)
+    return 1 - (2 / math.pi * (angle + series) if odd else series)
