@@ -266,3 +266,17 @@ def test_the_runs_that_are_done_are_reported_next_to_those_that_are_expected() -
     mh.places(model, {"pixel_values": torch.rand(1, 3, 16, 16)}, progress=lambda *each: reported.append(each))
     assert {total for _, total in reported} == {17}
     assert [done for done, _ in reported] == list(range(17))
+
+
+@pytest.mark.parametrize("name", ["LLaVA, two pictures", "Qwen2-VL, two pictures", "Idefics 3, two pictures"])
+def test_for_the_layers_of_a_language_model_the_image_encoder_runs_from_its_last_block_in_use_on(name: str) -> None:
+    one, runs = family(name), [0]
+
+    def count(*_: object) -> None:
+        runs[0] += 1
+
+    blocks = next(module for module in one.model.modules() if isinstance(module, nn.ModuleList))
+    list(blocks[0].children())[-1].register_forward_hook(count)
+    *_, last = places_of(one).values()
+    assert last.has_places
+    assert runs[0] <= 9  # two runs of unchanged pixels, four checks, one of all pixels, and one or two to store outputs

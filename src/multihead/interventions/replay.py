@@ -81,7 +81,8 @@ class Replay:
             for index, block in enumerate(self.blocks[:first]):
                 # Only the output of the last block that is left out is the input of a block that runs.
                 repeats = copies if index == first - 1 else 1
-                _replace_forward(undo, block, repeat_batch(self.block_outputs[index], repeats))
+                output = repeat_batch(self.block_outputs[index], repeats)
+                undo.replace_method(block, "forward", lambda *_args, output=output, **_kwargs: output)
             yield
 
     def check_exactness(self, forward: ForwardPass, expected: Tensor | list[Tensor]) -> bool:
@@ -110,19 +111,6 @@ def repeat_batch(value: Any, copies: int) -> Any:
     return tree_map(
         lambda each: each.repeat(copies, *[1] * (each.dim() - 1)) if isinstance(each, Tensor) else each, value
     )
-
-
-def _replace_forward(undo: Undo, block: nn.Module, output: Any) -> None:
-    """Let a block return `output` until undone."""
-    before = block.__dict__.get("forward")
-
-    def restore() -> None:
-        block.__dict__.pop("forward", None)
-        if before is not None:
-            block.__dict__["forward"] = before
-
-    undo.add_step(restore)
-    block.__dict__["forward"] = lambda *_args, **_kwargs: output
 
 
 def _find_block_names(model: nn.Module) -> list[str]:

@@ -164,10 +164,10 @@ class PictureCalls:
                     undo.hook_after_forward(module, self._end, always_call=True)
                     if hasattr(module, "generate"):
                         follow = partial(self._follow_generate, begin, signature, module)
-                        _replace_method(undo, module, "generate", follow)
+                        undo.replace_method(module, "generate", follow)
             process = getattr(self.processor, "image_processor", self.processor)
             if hasattr(process, "preprocess"):
-                _replace_method(undo, process, "preprocess", self._follow_preprocess)
+                undo.replace_method(process, "preprocess", self._follow_preprocess)
             yield
 
     def _follow_generate(
@@ -353,19 +353,6 @@ def _number_pictures(table: PlaceTable) -> tuple[PlaceTable, list[int]]:
     picture = table.picture.clone()
     numbers, picture[placed] = torch.unique(table.picture[placed], return_inverse=True)
     return PlaceTable(picture, *table.columns[1:]), numbers.tolist()
-
-
-def _replace_method(undo: Undo, owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Let a method of one object run `function(method, *args, **options)`, until undone."""
-    before = vars(owner).get(name)
-
-    def restore() -> None:
-        vars(owner).pop(name, None)
-        if before is not None:
-            vars(owner)[name] = before
-
-    undo.add_step(restore)
-    vars(owner)[name] = partial(function, getattr(owner, name))
 
 
 @contextmanager

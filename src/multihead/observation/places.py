@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from multihead.observation.picture_units import PictureUnits, find_units
 from multihead.observation.unmixed import (
     FIRST_CALL,
     LayerKeys,
+    TokenNoise,
     UnmixedModel,
     check_repeatable,
     unlike_layers,
@@ -60,7 +62,7 @@ def places(
         processor: the processor or image processor that made the inputs, or a function that is called like one. Boxes
             are in pixels of `images`; without it in those of `pixel_values`.
         images: the pictures that the processor made the inputs from, nested as it got them.
-        progress: called with (runs done, runs expected) before each run; of a language model each takes a forward pass.
+        progress: called with (runs done, runs expected) before each run; of a language model six take a forward pass.
 
     Returns:
         name of a layer -> its table, of (batch, keys). Windows of one call follow each other.
@@ -175,6 +177,7 @@ class _PlaceFinder:
     units: PictureUnits
     _seed: int = 0
     _base: dict[str, LayerKeys] = field(default_factory=dict)
+    _placed_layers: dict[str, _MeasuredLayer] = field(default_factory=dict)
 
     def sees_patches(self) -> bool:
         """Whether the keys of the first attention call do not all change with half of the patches."""
@@ -201,6 +204,8 @@ class _PlaceFinder:
         for name, base in self._base.items():
             layer = self._layer_of(name, torch.stack([each[name].flatten() for each in checks]), halves, measured)
             table = layer.table.reshape(*base.sketch.shape[:2])
+            if table.has_places:
+                self._placed_layers[name] = layer
             if not names and table.has_places:  # later layers depend on tokens in more ways
                 names[id(layer)] = self._own_names(name, table)
             found[name] = LayerPlaces(table, base.unpadded, names.get(id(layer), {}))
@@ -265,20 +270,50 @@ class _PlaceFinder:
         shape = self._base[name].sketch.shape[:2]
         changes, silent = changed.any(0), torch.zeros(shape.numel(), dtype=torch.bool)
         allowed = []
-        for axis in axes:
-            size = int(axis.amax()) + 1
-            possible = torch.ones(shape.numel(), size, dtype=torch.bool)
-            for bit in range((size - 1).bit_length()):
-                ones = (torch.arange(size) >> bit & 1).bool()
-                zero, one = (
-                    (self._differences(live & half[axis], name)[name] > tolerance).flatten() for half in (~ones, ones)
-                )
-                changes, silent = changes | zero | one, silent | ~(zero | one)
-                possible &= ones | ~(one & ~zero)[:, None]
-                possible &= ~ones | ~(zero & ~one)[:, None]
-            allowed.append(possible)
+        with self._cheapest_change(name, tolerance) as differ:
+            for axis in axes:
+                size = int(axis.amax()) + 1
+                possible = torch.ones(shape.numel(), size, dtype=torch.bool)
+                for bit in range((size - 1).bit_length()):
+                    ones = (torch.arange(size) >> bit & 1).bool()
+                    zero, one = ((differ(live & half[axis]) > tolerance).flatten() for half in (~ones, ones))
+                    changes, silent = changes | zero | one, silent | ~(zero | one)
+                    possible &= ones | ~(one & ~zero)[:, None]
+                    possible &= ~ones | ~(zero & ~one)[:, None]
+                allowed.append(possible)
         layer = _MeasuredLayer(allowed, changes, changes & ~silent, PlaceTable.without_places(*shape))
         return self._placed(layer, halves, changed)
+
+    @contextmanager
+    def _cheapest_change(self, name: str, tolerance: float) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Return a function of units, (units,) bool, that returns how much the keys of a layer differ, (batch, keys).
+
+        It changes the pixels of the units; or their tokens in the last layer before, with the outputs of the blocks
+        before that layer, where all keys that depend on the pixels change with its tokens: those of a language model,
+        whose image encoder then runs from its last block in use on.
+        """
+        base, live, last = self._base[name], self.units.live, (name, self._base[name].calls)
+
+        def change_pixels(units: Tensor) -> Tensor:
+            return self._differences(units, name)[name]
+
+        expected = change_pixels(live) > tolerance if self._placed_layers else torch.empty(0)
+        for before in list(self._placed_layers)[-1:-3:-1]:
+            layer, shape = self._placed_layers[before], self._base[before].sketch.shape[:2]
+
+            def change_tokens(units: Tensor, before: str = before, layer: _MeasuredLayer = layer) -> Tensor:
+                self._seed += 1
+                tokens = (self._predict(layer, [units])[0] & layer.placed).view(shape)  # noqa: B023
+                keys = self.runs.keys({}, last, TokenNoise(before, tokens, self._seed)).get(name)
+                if keys is None or keys.sketch.shape != base.sketch.shape:
+                    return torch.full_like(base.sketch[:, :, 0], torch.nan)
+                return base.difference(keys)
+
+            with self.runs.stored_blocks(before, last):
+                if torch.equal(change_tokens(live) > tolerance, expected) and not change_tokens(~live & False).any():
+                    yield change_tokens
+                    return
+        yield change_pixels
 
     def _explains(self, layer: _MeasuredLayer, halves: list[Tensor], changed: Tensor) -> bool:
         """Whether a layer whose keys `changed` in the checks, (checks, batch * keys), has the places of another one."""

@@ -56,6 +56,20 @@ class LayerKeys(NamedTuple):
         return LayerKeys(torch.cat([self.sketch, window.sketch], 1), self.tolerance, both, self.calls + 1)
 
 
+class TokenNoise(NamedTuple):
+    """Noise in place of the zeros that the attention of a layer returns without attention, for some of its tokens.
+
+    Attributes:
+        layer: name of the layer.
+        tokens: (batch, tokens) bool.
+        seed: of the noise.
+    """
+
+    layer: str
+    tokens: Tensor
+    seed: int
+
+
 class _LayerReachedError(Exception):
     """Ends a run when the keys of the last layer that is asked for are known."""
 
@@ -67,6 +81,7 @@ class _KeyReader:
     inputs: InputTracker
     names: dict[int, str]
     last: tuple[str, int] | None  # the layer that ends the run, and its number of calls
+    noise: TokenNoise | None = None
     found: dict[str, LayerKeys] = field(default_factory=dict)
     newest: Tensor = field(default_factory=partial(torch.empty, 0))  # keys of the newest call, with their graph
     state: object = None
@@ -82,11 +97,16 @@ class _KeyReader:
         """Read the keys of a call, and return zeros as its output."""
         self._namer.begins_pass()
         name, keys = self._namer.name_call(request, request.known_origin.layer), _read_keys(request)
-        keys = self.found[name].join(keys) if self._namer.is_further_window and name in self.found else keys
+        begin = self.found[name].sketch.shape[1] if self._namer.is_further_window and name in self.found else 0
+        keys = self.found[name].join(keys) if begin else keys
         self.found[name], self.newest = keys, request.k
         if self.last in ((name, keys.calls), FIRST_CALL):
             raise _LayerReachedError
-        return torch.zeros_like(output), None
+        if self.noise is None or self.noise.layer != name:
+            return torch.zeros_like(output), None
+        random = torch.Generator().manual_seed(self.noise.seed + begin)
+        tokens = self.noise.tokens[:, begin : begin + output.shape[2]].to(output.device)
+        return torch.rand(output.shape, generator=random).to(output) * tokens[:, None, :, None], None
 
 
 def _read_keys(request: AttentionRequest) -> LayerKeys:
@@ -122,20 +142,44 @@ class UnmixedModel:
     runs: int = 0
 
     @torch.no_grad()
-    def keys(self, changed: Mapping[str, Tensor], last: tuple[str, int] | None = None) -> dict[str, LayerKeys]:
+    def keys(
+        self, changed: Mapping[str, Tensor], last: tuple[str, int] | None = None, noise: TokenNoise | None = None
+    ) -> dict[str, LayerKeys]:
         """Run the model with some inputs changed, and return the keys of its layers by name, in the order they ran.
 
         Args:
             changed: the inputs that differ from those of the call.
             last: name and number of calls of the layer after which the run ends; None runs the whole model.
+            noise: changes tokens of a layer, too.
         """
-        return self._run(changed, last).found
+        return self._run(changed, last, noise).found
 
-    def _run(self, changed: Mapping[str, Tensor], last: tuple[str, int] | None) -> _KeyReader:
+    @contextmanager
+    def stored_blocks(self, layer: str, last: tuple[str, int]) -> Iterator[None]:
+        """Leave out the blocks before the one that contains a layer: they return their outputs of the unchanged run."""
+        parents = [layer.rpartition(".")[0]]
+        while parents[-1]:
+            parents.append(parents[-1].rpartition(".")[0])
+        modules = [self.model.get_submodule(name) for name in parents]
+        blocks = next((module for module in modules if isinstance(module, nn.ModuleList)), nn.ModuleList())
+        inside = next((n for n, block in enumerate(blocks) if block in modules), 0)
+        outputs: dict[int, Any] = {}
+        with Undo() as undo:
+            for number, block in enumerate(list(blocks)[:inside]):
+                undo.hook_after_forward(block, lambda *args, number=number: outputs.update({number: args[-1]}))
+            self.keys({}, last)
+        with Undo() as undo:
+            for number, output in outputs.items():
+                undo.replace_method(blocks[number], "forward", lambda *_args, output=output, **_kwargs: output)
+            yield
+
+    def _run(
+        self, changed: Mapping[str, Tensor], last: tuple[str, int] | None, noise: TokenNoise | None = None
+    ) -> _KeyReader:
         self.report(self.runs)
         self.runs += 1
         torch.set_rng_state(self.random_state)
-        reader = _KeyReader(self.tracker, self.names, last)
+        reader = _KeyReader(self.tracker, self.names, last, noise)
         with apply_change(reader), suppress(_LayerReachedError):
             self.model(**{**self.inputs, **changed})
         return reader

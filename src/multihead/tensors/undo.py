@@ -74,6 +74,18 @@ class Undo:
         self.add_step(lambda: _remove_hook(module, hook))
         module.register_forward_hook(hook, **options)
 
+    def replace_method(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Let a method of one object run `function(method, *args, **options)`, until undone."""
+        before = vars(owner).get(name)
+
+        def restore() -> None:
+            vars(owner).pop(name, None)
+            if before is not None:
+                vars(owner)[name] = before
+
+        self.add_step(restore)
+        vars(owner)[name] = partial(function, getattr(owner, name))
+
     def close(self) -> None:
         """Undo all changes, unless `delay` returns True, or Python is exiting, where modules may be deleted already."""
         if self._is_exiting() or (self.delay is not None and self.delay(self)):
