@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from multihead.observation.picture_units import PictureUnits, find_units
-from multihead.record.places import PlaceTable
+from multihead.probes.places import PlaceTable
 from tests.picture_families import Family, Pictures, random_pictures
 
 

@@ -473,7 +473,7 @@ KINDS: tuple[Kind, ...] = (
         self_attention_only=True,
         hides=("neighbours",),
         finding=35,
-        needs="pictures: give `processor` to observe, and keep q and k",
+        needs="pictures: give `processor` to observe",
         labels={"en": "one way", "zh": "单一方向"},
         about={
             "en": "At least {above_chance} of the attention, beyond chance, is on the patch at one distance in rows and columns, the same for all patches, such as the one above.",
@@ -496,7 +496,7 @@ KINDS: tuple[Kind, ...] = (
         NEIGHBOUR_MASS,
         self_attention_only=True,
         finding=95,
-        needs="pictures: give `processor` to observe, and keep q and k",
+        needs="pictures: give `processor` to observe",
         labels={"en": "neighbours", "zh": "相邻图块"},
         about={
             "en": "At least {above_chance} of the attention, beyond chance, is on the patch itself and the eight around it.",

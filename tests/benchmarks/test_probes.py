@@ -11,10 +11,11 @@ from click.testing import CliRunner
 from benchmarks.watching import probes
 from benchmarks.watching.probes import SETS, main, risen, shares
 from multihead.probes import PROBES
+from multihead.probes.catalogue import needs_pictures
 
 
 def test_every_statistic_is_timed() -> None:
-    assert set(PROBES) <= set(SETS)
+    assert {name for name, probe in PROBES.items() if not needs_pictures(probe)} <= set(SETS)
     found = shares(40, SETS, absent=True, pairs=1)
     assert list(found) == list(SETS)
 

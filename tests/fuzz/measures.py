@@ -8,6 +8,7 @@ from torch import Tensor
 import multihead as mh
 from multihead import probes
 from multihead.probes import PROBES
+from multihead.probes.catalogue import needs_pictures
 from tests import oracle
 from tests.fuzz.calls import Drawn
 from tests.fuzz.draw import Draw, Mismatch
@@ -69,7 +70,8 @@ def _compare_empty(found: dict[str, Tensor]) -> None:
 
 
 def _usable(drawn: Drawn) -> list[str]:
-    return [name for name in PROBES if name != "sink_mass" or drawn.call.sinks is not None]
+    usable = [name for name, probe in PROBES.items() if not needs_pictures(probe)]
+    return [name for name in usable if name != "sink_mass" or drawn.call.sinks is not None]
 
 
 def _known(draw: Draw, drawn: Drawn) -> tuple[definitions.Known, probes.ProbeContext]:

@@ -23,7 +23,8 @@ def test_an_unknown_part_is_refused_with_those_that_exist(part: Any) -> None:
     assert str(refusal.value) == (
         f"There is no part {part!r}. Give some of 'entropy', 'mean_distance', 'distance_spread', 'near_mass', "
         "'first_special_mass', 'largest_weight', 'largest_key', 'sink_mass', 'logsumexp', 'position', "
-        "'duplicate_mass', 'induction_mass', 'contribution', 'output_norm', 'received', 'pooled_map', "
+        "'duplicate_mass', 'induction_mass', 'contribution', 'output_norm', 'patch_distance', 'neighbour_mass', "
+        "'one_way_mass', 'received', 'pooled_map', "
         "('offset_mass', int), ('first_keys_mass', int), ('tokens_mass', str)."
     )
 

@@ -15,7 +15,7 @@ from multihead.errors import ArgumentError
 from multihead.kinds import KINDS, MIXED
 from multihead.locale import texts
 from multihead.locale.texts import LANGUAGES, section, statistic_label, text
-from multihead.probes.catalogue import PICTURE_STATISTICS, PROBES, REPEAT_PROBES
+from multihead.probes.catalogue import PROBES, REPEAT_PROBES
 from multihead_lab.locale import LOCALE_PACKAGE
 from multihead_lab.walk import CHAPTERS, walk
 from tests.locale.sources import SOURCE, USERS, files, is_used, keys_in
@@ -58,11 +58,10 @@ def test_both_languages_have_the_same_texts() -> None:
 
 
 def test_every_built_in_statistic_has_a_chinese_label_and_unit() -> None:
-    of_pictures = [each.name for each in PICTURE_STATISTICS]
-    names = [*PROBES, *REPEAT_PROBES, *of_pictures, "punctuation_mass"]  # which examples observe
+    names = [*PROBES, *REPEAT_PROBES, "punctuation_mass"]  # which examples observe
     assert {key for key in CHINESE if key.startswith(LABELS[0])} == {LABELS[0] + name for name in names}
     assert all(key.removeprefix(LABELS[1]) in PROBES for key in CHINESE if key.startswith(LABELS[1]))
-    units = {each.unit for each in (*PROBES.values(), *PICTURE_STATISTICS)} - {"", "%"}
+    units = {each.unit for each in PROBES.values()} - {"", "%"}
     assert {key for key in CHINESE if key.startswith(LABELS[2])} == {LABELS[2] + unit for unit in units}
 
 

@@ -16,6 +16,7 @@ from multihead.errors import ArgumentError, ModelError, ProbeError
 from multihead.kernels.call import listeners
 from multihead.observation.recorder import Recorder
 from multihead.probes import DEFAULT, PROBES
+from multihead.probes.catalogue import PICTURE_PROBES
 from tests.families import batch_of, family
 
 
@@ -257,7 +258,8 @@ class TestChoosing:
         with mh.observe(tower, probes=tuple(PROBES), special_ids=[1]) as seen:
             tower(*inputs())
         of_tokens = {"special_mass", "separator_mass", "duplicate_mass", "induction_mass"}
-        assert set(seen.layers[0].sample().statistics) == set(PROBES) - of_tokens - {"sink_mass"}
+        of_pictures = {each.name for each in PICTURE_PROBES}
+        assert set(seen.layers[0].sample().statistics) == set(PROBES) - of_tokens - of_pictures - {"sink_mass"}
 
     def test_a_probe_that_is_made_is_measured_under_its_name(self, tower: Tower) -> None:
         with mh.observe(tower, probes=[probes.offset_mass(-2), "entropy"]) as seen:

@@ -298,16 +298,20 @@ def test_measuring_that_takes_long_shows_a_bar_until_it_has_ended(
     assert "Places of picture tokens" in capsys.readouterr().err
 
 
-def test_places_of_a_model_that_no_longer_exists_are_missing_with_one_sentence(tmp_path: Path) -> None:
-    kept, lost = observed(vit()), observed(vit())
+def test_places_of_a_model_that_no_longer_exists_or_has_moved_are_missing_with_one_sentence(tmp_path: Path) -> None:
+    model = vit()
+    moved, kept, lost = observed(model), observed(vit()), observed(vit())
+    model.to("meta")
     gc.collect()
     with pytest.warns(UserWarning, match="no longer exists") as caught:
         assert lost.texts[0].boxes is None
     assert len(caught) == 1
     assert str(caught[0].message) == (
-        "Tokens of pictures have no places, because the model no longer exists. Read them while it does: record.texts; "
-        "or give processor= to observe."
+        "Tokens of pictures have no places, because the model no longer exists. Read them before: record.texts; or "
+        "give processor= to observe."
     )
+    with pytest.warns(UserWarning, match=r"because the model has moved to meta\. Read them before: record\.texts; or"):
+        assert moved.texts[0].boxes is None
     assert "patch_distance" not in lost.layers[0].means()
     with pytest.warns(UserWarning, match="no longer exists"):
         assert loaded(kept, tmp_path).texts[0].boxes is None

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead.record.places import NO_PICTURE, NO_PLACE, Box, Cell, Place, PlaceTable
+from multihead.probes.places import NO_PICTURE, NO_PLACE, Box, Cell, Place, PlaceTable
 from tests.picture_families import ENCODERS, LANGUAGE_MODELS, Family, Inputs, random_pictures
 from tests.picture_oracle import judge_places
 

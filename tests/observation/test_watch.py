@@ -283,7 +283,7 @@ def test_a_compiled_model_is_not_compiled_again_by_an_observed_step() -> None:
         (
             {"kinds": "one_way"},
             ArgumentError,
-            "The kind one_way cannot be watched; it needs pictures: give `processor` to observe, and keep q and k.",
+            "The kind one_way needs pictures, which the model does not take as pixel_values. Leave it out.",
         ),
         (
             {"kinds": mh.kinds.Kind("own", mh.probes.Statistic("mine"))},

@@ -30,6 +30,7 @@ from multihead.kernels.parts import PARTS, PartName
 from multihead.parallel import context_parallel, parallelize, shard
 from multihead.probes import PROBES as BUILT_IN
 from multihead.probes import Probe, ProbeContext, tokens_mass
+from multihead.probes.catalogue import needs_pictures
 from tests import oracle
 from tests.counting.tiny import jsonl, tokenizer
 from tests.families import DECODER, ENCODER, TEXT
@@ -39,7 +40,9 @@ from tests.probes import definitions
 
 SPECIAL, FEW, MAP_SIZE = 3, (4, 5), 4
 _STATISTIC_OF_PART: dict[PartName, str] = {
-    **{name: name for name in PARTS},
+    **{
+        name: name for name, part in PARTS.items() if "places" not in part.needs
+    },  # those are judged in test_pictures.py
     **{
         ("offset_mass", offset): name
         for offset, name in (
@@ -123,7 +126,8 @@ def _rows() -> list[Row]:
         probe = Probe(name, _negated_entropy, {"entropy"}, counted=rule)
         found.append(Row(probe, _negated_entropy, f"entropy, counted {rule}"))
     for name, probe in {**BUILT_IN, "few_mass": tokens_mass("few", FEW)}.items():
-        found.append(Row(probe, probe.of, f"{name}, built in"))
+        if not needs_pictures(probe):
+            found.append(Row(probe, probe.of, f"{name}, built in"))
     return found
 
 

@@ -13,7 +13,7 @@ from multihead.errors import ProbeError
 from multihead.kernels.native.statistics import PARTS_OF_ONE_PASS
 from multihead.kernels.parts import PART_FAMILIES, PARTS
 from multihead.locale.texts import statistic_label, unit_label
-from multihead.probes.catalogue import DEFAULT, PICTURE_STATISTICS, PROBES, first_keys_mass, offset_mass, tokens_mass
+from multihead.probes.catalogue import DEFAULT, PROBES, first_keys_mass, offset_mass, tokens_mass
 
 
 def test_the_default_is_what_the_native_kernel_measures_in_its_pass_and_what_follows_from_it() -> None:
@@ -32,7 +32,7 @@ def test_each_has_a_definition_a_label_and_a_unit_or_none(name: str) -> None:
     assert probe.about
     assert probe.label
     assert len(probe.short_label) <= len(probe.label)
-    assert probe.unit in ("", "nats", "tokens", "queries", "%")
+    assert probe.unit in ("", "nats", "tokens", "patches", "queries", "%")
     assert (probe.unit == "%") == (probe.number_format == "share")
 
 
@@ -132,13 +132,6 @@ def test_the_chinese_page_lists_the_same_statistics_with_their_chinese_labels_an
     ]
     papers = re.compile(r"[0-9]{4}\.[0-9]{5}")
     assert [papers.findall(row[4]) for row in rows] == [papers.findall(each.source) for each in PROBES.values()]
-
-
-def test_both_pages_list_the_statistics_of_pictures_with_their_labels() -> None:
-    for page, lang in (("probes.md", "en"), ("probes.zh.md", "zh")):
-        text = (DOCS / page).read_text(encoding="utf-8")
-        for each in PICTURE_STATISTICS:
-            assert f"| `{each.name}` | {statistic_label(each.name, lang, each.label)} |" in text
 
 
 def test_both_pages_list_every_part() -> None:

@@ -29,6 +29,7 @@ from multihead.probes import (
     streaming,
     tokens_mass,
 )
+from multihead.probes.catalogue import needs_pictures
 from multihead.probes.statistics import resolve_probes, statistics_of_call
 from multihead.scores import RelativeBias
 from tests import oracle
@@ -46,7 +47,8 @@ MADE = (
     tokens_mass("given"),
     Probe("first_special_mass", itemgetter("first_special_mass"), {"first_special_mass"}),
 )
-EVERY: tuple[str | Probe, ...] = (*PROBES, *MADE)
+OF_TEXTS = tuple(name for name, probe in PROBES.items() if not needs_pictures(probe))
+EVERY: tuple[str | Probe, ...] = (*OF_TEXTS, *MADE)
 
 
 @dataclass
@@ -366,8 +368,9 @@ def test_unknown_names_are_refused_with_those_there_are() -> None:
     assert str(refusal.value) == (
         "There is no statistic 'entropie'. Give some of entropy, effective_keys, mean_distance, distance_spread, "
         "self_mass, previous_mass, next_mass, near_mass, first_mass, special_mass, separator_mass, largest_weight, "
-        "largest_key, sink_mass, largest_score, duplicate_mass, induction_mass, contribution, output_norm, received, "
-        "coverage, pooled_map, or a Probe of your own."
+        "largest_key, sink_mass, largest_score, duplicate_mass, induction_mass, contribution, output_norm, "
+        "patch_distance, neighbour_mass, one_way_mass, picture_mass, class_mass, words_mass, received, coverage, "
+        "pooled_map, or a Probe of your own."
     )
 
 

@@ -36,7 +36,7 @@ def test_tiles_that_the_bounds_hide_are_not_computed(monkeypatch: pytest.MonkeyP
     looked_at = []
     tiles = streaming._tiles_of_rows
 
-    def noted(call: MeasuredCall, group: streaming._HeadGroup, rows: slice) -> object:
+    def noted(call: MeasuredCall, group: streaming.HeadGroup, rows: slice) -> object:
         for tile in tiles(call, group, rows):
             looked_at.extend((rows.start, key) for key in range(*tile.columns))
             yield tile
@@ -55,7 +55,7 @@ def test_heads_are_taken_in_groups_that_fit_a_cache(monkeypatch: pytest.MonkeyPa
     parts = ("entropy", "largest_key", "received", "pooled_map")
     whole, _ = measure_in_tiles(together, parts)
     monkeypatch.setattr(streaming, "TILE_WEIGHTS", streaming.TILE_QUERIES * streaming.TILE_KEYS * 6)
-    assert [group.heads for group in streaming._groups_of_call(together)] == [slice(0, 6), slice(6, 8)] * 2
+    assert [group.heads for group in streaming.groups_of_call(together)] == [slice(0, 6), slice(6, 8)] * 2
     grouped, _ = measure_in_tiles(together, parts)
     for part in parts:
         torch.testing.assert_close(grouped[part], whole[part], equal_nan=True, atol=1e-12, rtol=0)

@@ -10,6 +10,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import multihead as mh
+from multihead.observation.recorder import Keep
 from multihead.record.texts import group_of_keys
 from tests.picture_families import LANGUAGE_MODELS, random_pictures
 
@@ -40,8 +41,8 @@ def planted() -> nn.Module:
     return model
 
 
-def seen_by(model: nn.Module) -> mh.Record:
-    with torch.no_grad(), mh.observe(model) as seen:
+def seen_by(model: nn.Module, keep: Keep = "cpu") -> mh.Record:
+    with torch.no_grad(), mh.observe(model, keep=keep) as seen:
         model(pixel_values=torch.randn(2, 3, 4 * SIDE, 4 * SIDE, generator=torch.Generator().manual_seed(0)))
     return seen
 
@@ -53,15 +54,17 @@ def distances() -> Tensor:
 
 
 def test_planted_heads_have_the_kinds_of_a_picture(tmp_path: Path) -> None:
-    seen = seen_by(planted())
+    model = planted()
+    seen, *others = (seen_by(model, keep) for keep in ("cpu", "statistics", "summary"))
     seen.save(tmp_path / "planted.safetensors")
-    for record in (seen, mh.Record.load(tmp_path / "planted.safetensors")):
+    for record in (seen, *others, mh.Record.load(tmp_path / "planted.safetensors")):
         (layer,) = record.layers
         assert layer.kinds == (("one_way",), ("one_way",), ("neighbours",), ("mixed",))
         means = layer.means()
         assert not means.keys() & {"mean_distance", "distance_spread", "previous_mass", "next_mass", "near_mass"}
         inner = [SIDE * row + column + 1 for row in range(1, SIDE) for column in range(1, SIDE)]
-        assert torch.allclose(layer.sample().statistics["patch_distance"][:2, inner], torch.ones(1), atol=0.02)
+        for sample in layer.samples:
+            assert torch.allclose(sample.statistics["patch_distance"][:2, inner], torch.ones(1), atol=0.02)
         assert means["one_way_mass"][:2].tolist() == pytest.approx([5 / 6, 5 / 6], abs=0.02)
         assert float(means["neighbour_mass"][2]) > 0.95
         assert float(means["patch_distance"][3]) == pytest.approx(float(distances()[10].mean()), abs=0.02)
@@ -82,7 +85,7 @@ def test_the_statistics_are_those_of_the_dense_map_and_chance_that_of_an_even_sp
     assert float(found["neighbour_mass"][2]) == pytest.approx(float((weights * near).sum(1).mean()), abs=1e-5)
     assert row["patch_distance_chance"] == pytest.approx(float(distances().mean()))
     assert row["neighbour_mass_chance"] == pytest.approx(float(near.sum(1).double().mean() / TOKENS))
-    assert row["one_way_mass_chance"] == pytest.approx(1 / TOKENS)
+    assert row["one_way_mass_chance"] == pytest.approx((SIDE - 1) / SIDE / TOKENS)  # a column has no such neighbour
 
 
 def test_layers_with_words_and_pictures_compare_no_positions_in_a_text() -> None:
@@ -105,17 +108,18 @@ def test_layers_with_words_and_pictures_compare_no_positions_in_a_text() -> None
     assert len(seen.table().rows) == 20
 
 
-def test_statistics_of_pictures_are_asked_for_by_name() -> None:
-    model = hf.ViTModel(
-        hf.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
-    )
-    with torch.no_grad(), mh.observe(model.eval(), probes=("entropy", "patch_distance")) as seen:
-        model(pixel_values=torch.rand(1, 3, 8, 8))
-    assert seen.layers[0].means().keys() == {"entropy", "patch_distance"}
-    for keep in ("statistics", "summary"):
-        with pytest.raises(mh.errors.ProbeError) as caught, mh.observe(model, probes="patch_distance", keep=keep):
-            pass
-        assert str(caught.value) == (
-            f'patch_distance is computed from q and k, which keep="{keep}" does not keep. Leave it out, or give '
-            'keep="cpu".'
-        )
+def test_what_generate_reads_of_pictures_is_the_same_by_every_keep() -> None:
+    tables = []
+    for keep in ("cpu", "statistics", "summary"):
+        torch.manual_seed(0)
+        one = LANGUAGE_MODELS["LLaVA, two pictures"]()
+        images = random_pictures(one.sizes)
+        with torch.no_grad(), mh.observe(one.model, processor=one.processor, images=images, keep=keep) as seen:
+            one.model.generate(**one.process(images), max_new_tokens=3, num_beams=2, pad_token_id=0)
+        tables.append(seen.table().rows)
+    for kept, *others in zip(*tables, strict=True):
+        for other in others:
+            assert other.keys() >= {"patch_distance", "one_way_mass_chance", "picture_mass"}
+            numbers = {name: value for name, value in other.items() if not isinstance(value, str)}
+            assert numbers == pytest.approx({name: kept[name] for name in numbers}, rel=1e-6, abs=1e-6)
+            assert other["kind"] == kept["kind"]

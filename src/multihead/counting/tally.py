@@ -46,7 +46,7 @@ from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
 from multihead.observation.record import Record
 from multihead.observation.recorder import Recorder
-from multihead.probes.catalogue import DEFAULT, ENTROPY, LARGEST_KEY, PROBES, reject_unknown_set
+from multihead.probes.catalogue import DEFAULT, ENTROPY, LARGEST_KEY, PROBES, needs_pictures, reject_unknown_set
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
 from multihead.record.running_summary import RunningSummary
@@ -70,6 +70,8 @@ def census_probes(wanted: ProbeOrName | Sequence[ProbeOrName] | None) -> tuple[P
                 f'Give probes such as "{ENTROPY.name}".',
             )
         reject_unknown_set(probe)
+        if needs_pictures(probe):
+            raise ProbeError(f"{probe.name} needs pictures, and a census reads texts.", "Leave it out.")
     return found
 
 

@@ -26,7 +26,7 @@ PartName: TypeAlias = "str | tuple[str, int | str]"
 """The name of a part (a statistic): a key of `PARTS`, or (key of `PART_FAMILIES`, argument): ("offset_mass", -1)."""
 
 PartAxes = Literal["queries", "keys", "map"]
-PartInput = Literal["special_keys", "ids", "sets", "output_weight", "values", "sinks"]
+PartInput = Literal["special_keys", "ids", "sets", "places", "output_weight", "values", "sinks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,6 +235,18 @@ CONTRIBUTION = Part(
     combination=_SUM_OF_WEIGHTS,
 )
 OUTPUT_NORM = Part("output_norm", "‖Σ_j p_ij f_h(x_j)‖", needs=("values", "output_weight"))
+PATCH_DISTANCE = Part(
+    "patch_distance",
+    "mean distance between the centres of the query's patch and a key's of its view, under p_ij / Σ p_ij over these "
+    "keys, patches",
+    needs=("places",),
+)
+NEIGHBOUR_MASS = Part("neighbour_mass", "Σ p_ij over the query's patch and the eight around it", needs=("places",))
+ONE_WAY_MASS = Part(
+    "one_way_mass",
+    "p_ij at the patch at one step in rows and columns, the one on which the head has most weight in the call; not 0",
+    needs=("places",),
+)
 RECEIVED = Part("received", "Σ_i p_ij, (batch, heads, keys)", axes="keys")
 POOLED_MAP = Part(
     "pooled_map",
@@ -245,7 +257,8 @@ PARTS: dict[PartName, Part] = {
     part.name: part
     for part in (
         ENTROPY, MEAN_DISTANCE, DISTANCE_SPREAD, NEAR_MASS, FIRST_SPECIAL_MASS, LARGEST_WEIGHT, LARGEST_KEY, SINK_MASS,
-        LOGSUMEXP, POSITION, DUPLICATE_MASS, INDUCTION_MASS, CONTRIBUTION, OUTPUT_NORM, RECEIVED, POOLED_MAP,
+        LOGSUMEXP, POSITION, DUPLICATE_MASS, INDUCTION_MASS, CONTRIBUTION, OUTPUT_NORM, PATCH_DISTANCE, NEIGHBOUR_MASS,
+        ONE_WAY_MASS, RECEIVED, POOLED_MAP,
     )
 }  # fmt: skip
 """Name -> part. The shape is (batch, heads, queries) unless stated; 0 where a query sees no key."""

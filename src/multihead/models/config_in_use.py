@@ -69,6 +69,8 @@ class ForwardPasses:
         """Forward hook of each model; restores a model whose use has ended."""
         if torch.compiler.is_compiling() or self.running.get(get_ident()) != id(module):
             return
+        if self._are_on_stack(_stack(), 1):
+            return  # a hook of the pass has run the model again
         with _passes_lock:
             del self.running[get_ident()]
             delayed = None if self.running else self._delayed

@@ -414,6 +414,16 @@ def track_inputs(model: nn.Module) -> Iterator[InputTracker]:
             yield inputs
 
 
+@contextmanager
+def without_tracking() -> Iterator[None]:
+    """Let no tracker record the passes that begin in this context and thread."""
+    token = _active_trackers.set(frozenset())
+    try:
+        yield
+    finally:
+        _active_trackers.reset(token)
+
+
 def _forward_signature(module: nn.Module) -> inspect.Signature:
     """Return the signature of a module's forward, without self."""
     forward = module.forward

@@ -109,6 +109,6 @@ def add_to_summary(summary: RunningSummary, texts: Sequence[Sequence[HeldPart]],
         positions, num_keys = joined.rows.positions, int(joined.rows.num_keys.max())
         known = None if crosses or bool((read == UNKNOWN_ID).any()) else read[:num_keys]
         summary.cross_attention |= crosses or (bool(len(positions)) and int(positions[-1]) + 1 != num_keys)
-        rows = TextRows.of_text(positions, num_keys, known)
+        rows = replace(TextRows.of_text(positions, num_keys, known), placed=joined.rows.placed)
         summary.add(replace(joined, rows=rows), begun, first=place)
     summary.end_texts(begun)

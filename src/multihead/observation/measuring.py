@@ -32,6 +32,7 @@ from multihead.probes.statistics import complete_statistics, parts_of_probes, po
 from multihead.record.batch import CallTokenIds, SampleSpans, is_among
 from multihead.record.chance import with_zero_scores
 from multihead.record.text_rows import MeasuredRows, TextRows
+from multihead.record.texts import PictureTokens
 from multihead.tensors.shapes import AttentionShape
 
 MAX_LOOKED_UP_SPECIAL_KEYS = 4  # with more special tokens per text, a pass over all keys is faster than look-ups
@@ -45,12 +46,14 @@ class TextInCall(NamedTuple):
         start: index in the text of the first of these keys.
         ids: (keys,) int64, the ids of all keys of the text so far; None if unknown.
         is_window: whether the queries see only these keys, so that a summary takes them for a text of their own.
+        pictures: its tokens, some of which are places in pictures; None without pictures.
     """
 
     span: SampleSpan
     start: int
     ids: Tensor | None
     is_window: bool = False
+    pictures: PictureTokens | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +203,8 @@ class StatisticsMeasurer:
         request, valid = call.request, sample_spans.sliceable
         if len(texts) < 2 or len({text.span.sample for text in texts}) < len(texts) or sample_spans.texts is not None:
             return None
+        if any(text.pictures is not None for text in texts):
+            return None
         if sample_spans.one_text and any(text.span.keys[0] for text in texts):
             return None  # padding before keys of another text does not move the queries
         if not first:  # it is looked up
@@ -215,7 +220,7 @@ class StatisticsMeasurer:
             if not all(known) or (not first and any(text.start for text in texts)):
                 return None
             ids = torch.full((request.shape.batch, request.shape.key_length), -1)
-        for span, start, read, _ in texts:
+        for span, start, read, *_ in texts:
             keys_before[span.sample] = start - span.keys[0]
             if ids is not None and read is not None:
                 ids[span.sample, slice(*span.keys)] = read[start : start + _length(span.keys)]

@@ -20,11 +20,22 @@ from multihead.models.pretrained import alignment_heads, track_inputs
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
-from multihead.observation.picture_calls import PictureCalls
+from multihead.observation.picture_calls import (
+    PictureCall,
+    PictureCalls,
+    modules_with_pictures,
+)
 from multihead.observation.places import Progress
 from multihead.observation.record import Record
 from multihead.observation.recorder import Keep, Recorder
-from multihead.probes.catalogue import DEFAULT, PICTURE_STATISTICS, PROBES, reject_unknown_set
+from multihead.probes.catalogue import (
+    DEFAULT,
+    PICTURE_PROBES,
+    POSITION_PROBES,
+    PROBES,
+    needs_pictures,
+    reject_unknown_set,
+)
 from multihead.probes.context import MAP_SIZE, PoolOperation
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
@@ -66,8 +77,9 @@ def observe(
             with the kinds of the heads, so that a loop over any number of batches takes constant memory.
         probes: the statistics, by name or as values such as `probes.offset_mass(-5)`; None takes the ones that cost
             next to nothing, `multihead.probes.DEFAULT`. A probe is skipped for calls that lack an input of the probe:
-            token ids, special tokens, an output projection or learned sinks. Those of pictures, such as
-            "patch_distance", need q and k.
+            token ids, special tokens, an output projection or learned sinks, or places in pictures. Those of
+            pictures are among the default ones of a model that takes pictures; with keep="statistics" or "summary"
+            places are measured before a call runs, once for calls that are equal apart from the pixels.
         special_ids: the token ids that `special_mass` counts, such as the ids of [CLS] and [SEP]; by default the
             special ids of the tokenizer, if there is one.
         tokenizer: a Hugging Face tokenizer that names the tokens of the texts, see `Record.name_tokens`.
@@ -113,6 +125,7 @@ class Options(NamedTuple):
         names_pictures: whether the places of the tokens of pictures are measured.
         compares_texts: whether layers with places keep the statistics that compare positions in a text.
         progress: called with (runs done, runs expected) while places are measured with a processor; None shows a bar.
+        known_places: calls of the model with known places, to which others are added; None if there are none.
     """
 
     layers: Sequence[int | str] | int | str | None = None
@@ -130,6 +143,7 @@ class Options(NamedTuple):
     processor: Any = None
     images: Any = None
     progress: Progress | None = None
+    known_places: list[PictureCall] | None = None
 
 
 @contextmanager
@@ -146,9 +160,11 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
     record = Record(title=type(root).__name__)
     kinds = check_kinds(kinds, KINDS)
     record.add_kinds(*kinds)
-    probes, of_pictures = _divide_probes(probes, keep)
-    asked = DEFAULT if probes is None else resolve_probes(probes)
-    chosen = resolve_probes((*asked, *probes_of(kinds)))
+    named = resolve_probes((*(() if probes is None else resolve_probes(probes)), *probes_of(kinds)))
+    asked = any(needs_pictures(probe) for probe in named)
+    takes_pictures = (asked or options.names_pictures) and bool(modules_with_pictures(root))
+    of_models = PICTURE_PROBES if options.names_pictures and takes_pictures else ()
+    chosen = resolve_probes((*DEFAULT, *of_models, *named)) if probes is None else named
     # What keys receive in several calls is added before a statistic is computed from it.
     summed = [PROBES[str(part)] for probe in chosen if probe.axes == "keys" for part in probe.parts]
     chosen = resolve_probes((*chosen, *summed)) if summed else chosen
@@ -172,16 +188,21 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
         def new_summary(_: str, num_heads: int) -> RunningSummary:
             return RunningSummary(num_heads, keeps_quantiles=keeps_quantiles)
 
-        recorder = Recorder(record, inputs, layer_filter, keep, measuring, keeps_chance, new_summary)
+        of_pictures = tuple(probe for probe in chosen if needs_pictures(probe))
         pictures = PictureCalls(
             record.layers,
             options.processor,
             options.images,
-            compares_texts=options.compares_texts,
-            statistics=of_pictures if options.compares_texts else None,
+            of_pictures,
+            frozenset() if options.compares_texts else POSITION_PROBES,
+            asked=takes_pictures and asked,
+            measures_first=takes_pictures and bool(of_pictures) and keep in ("statistics", "summary"),
+            keeps_texts=options.names_pictures and keep != "summary",
             progress=options.progress,
+            known=[] if options.known_places is None else options.known_places,
         )
-        follows = options.names_pictures and keep != "summary"
+        recorder = Recorder(record, inputs, layer_filter, keep, measuring, keeps_chance, new_summary, pictures)
+        follows = pictures.keeps_texts or pictures.measures_first
         with listen(recorder), pictures.follow(root, lambda: inputs.is_recording) if follows else nullcontext():
             yield record
     aligned = alignment_heads(root)
@@ -207,27 +228,6 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
             "nn.MultiheadAttention a layer that is recorded.",
             stacklevel=5,
         )
-
-
-def _divide_probes(
-    probes: ProbeOrName | Sequence[ProbeOrName] | None, keep: object
-) -> tuple[ProbeOrName | Sequence[ProbeOrName] | None, frozenset[str]]:
-    """Divide what is measured into probes of calls, and the names of statistics of pictures.
-
-    Raises:
-        ProbeError: a statistic of pictures is asked for, and q and k are not kept.
-    """
-    known = {each.name for each in PICTURE_STATISTICS}
-    items = [probes] if isinstance(probes, (str, Probe)) else probes
-    if not isinstance(items, Sequence):
-        return probes, frozenset()
-    named = frozenset(each for each in items if isinstance(each, str) and each in known)
-    if named and keep in ("statistics", "summary"):
-        raise ProbeError(
-            f'{min(named)} is computed from q and k, which keep="{keep}" does not keep.',
-            'Leave it out, or give keep="cpu".',
-        )
-    return [each for each in items if each not in named] if named else probes, named
 
 
 def _check_options(keep: object, map_size: object, map_pool: object, probes: Sequence[Probe]) -> None:

@@ -8,31 +8,36 @@ import weakref
 from _thread import LockType
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from multihead.errors import MultiheadError
 from multihead.kernels.call import without_listeners
-from multihead.models.pretrained import pretrained_models
+from multihead.models.pretrained import pretrained_models, without_tracking
 from multihead.observation.picture_units import PIXELS, copy_pictures
 from multihead.observation.places import LayerPlaces, Progress, measure_places
+from multihead.probes.places import PlaceTable
+from multihead.probes.probe import Probe
+from multihead.record.grey_copies import Picture
 from multihead.record.layer import LayerRecord
-from multihead.record.picture_statistics import change_statistics
-from multihead.record.places import Picture, PlaceTable
 from multihead.record.texts import PictureTokens
 from multihead.tensors.undo import Undo
 
+TokensOfText: TypeAlias = tuple[PictureTokens, list[int]]
+"""The tokens of a text, and the numbers of its pictures in its batch."""
+
 _SECONDS_BEFORE_BAR = 2
 _MOST_PROCESSED = 16  # calls of a processor whose pictures wait for the call of the model
+_MOST_KNOWN = 16  # calls whose places are kept, where samples do not
 
 
 @dataclass(eq=False)
-class _PictureCall:
+class PictureCall:
     """A call of a module with pictures.
 
     Attributes:
@@ -42,10 +47,11 @@ class _PictureCall:
         random_state: the state of torch's random numbers before the call.
         before: number of samples of each layer when the call began.
         after: number of samples of each layer when it ended.
-        has_inner: whether a module inside of it was called with pictures.
         draws: whether it drew random numbers.
         processor: the processor with its options, or None.
         images: the pictures that the processor read, or None.
+        asked: whether a missing place is worth a warning.
+        like: the call whose places it has, which may be itself; None until known.
         pictures: small copies of the pictures.
     """
 
@@ -55,30 +61,54 @@ class _PictureCall:
     random_state: Tensor
     before: dict[str, int]
     after: dict[str, int] = field(default_factory=dict)
-    has_inner: bool = False
     draws: bool = False
     processor: Any = None
     images: Any = None
+    asked: bool = False
+    like: PictureCall | None = None
     pictures: tuple[Picture, ...] = ()
+    _device: torch.device | None = None
+    _sizes: object = None  # of the pictures
     _found: dict[str, LayerPlaces] | None = None
+    # the table of a layer and the numbers of keys of its texts -> see `tokens`
+    _tokens: dict[tuple[int, tuple[int, ...] | None], list[TokensOfText]] = field(default_factory=dict)
     _measuring: LockType = field(default_factory=Lock)  # several threads may read a record
 
-    def has_places_of(self, other: _PictureCall) -> bool:
+    def __post_init__(self) -> None:
+        self._device = self._device_of_module()
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether the module got pictures."""
+        return isinstance(self.inputs.get(PIXELS), Tensor)
+
+    def _device_of_module(self) -> torch.device | None:
+        module = self.module()
+        return None if module is None else next((each.device for each in module.parameters()), None)
+
+    def take_pictures(self, processor: Any, images: Any) -> None:
+        """Take the processor and the pictures of the call; without a processor only the shape of frames is kept.
+
+        Without tiles of padding their values decide no places.
+        """
+        self.processor, self.images, self._sizes = processor, images, _sizes(images)
+        if processor is None and self.inputs[PIXELS].dim() == 4:
+            self._keep_shape_of_pixels()
+
+    def _keep_shape_of_pixels(self) -> None:
+        pixels = self.inputs[PIXELS]
+        self.inputs[PIXELS] = pixels.detach().new_zeros(()).expand(pixels.shape)
+
+    def has_places_of(self, other: PictureCall) -> bool:
         """Whether another call has the same tokens in the same places: all is equal but the values of the pixels."""
         if self.module() is not other.module() or self.inputs.keys() != other.inputs.keys():
             return False
-        if _sizes(self.images) != _sizes(other.images):
+        if self._sizes != other._sizes or self._device != other._device:
             return False
-        if self.draws and not torch.equal(self.random_state, other.random_state):
+        if (self.draws or other.draws) and not torch.equal(self.random_state, other.random_state):
             return False
         pairs = ((name, value, other.inputs[name]) for name, value in self.inputs.items())
         return all(_shape(one) == _shape(two) if name == PIXELS else _are_equal(one, two) for name, one, two in pairs)
-
-    def keep_shape_of_frames(self) -> None:
-        """Replace frames by one value of their shape: without tiles of padding their values decide no places."""
-        pixels = self.inputs[PIXELS]
-        if pixels.dim() == 4:
-            self.inputs[PIXELS] = pixels.detach().new_zeros(()).expand(pixels.shape)
 
     def places(self, progress: Progress | None = None) -> dict[str, LayerPlaces]:
         """Return name of a layer -> the places of its keys, which the first call measures; {} without places."""
@@ -86,26 +116,28 @@ class _PictureCall:
             if self._found is None:
                 with nullcontext(progress) if progress is not None else _bar_of_slow_runs() as shown:
                     self._found = self._measure(shown)
-                self.inputs, self.processor, self.images = {}, None, None
+                self._keep_shape_of_pixels()
+                self.processor = self.images = None
         return self._found
 
     def _measure(self, progress: Progress) -> dict[str, LayerPlaces]:
-        module, asked = self.module(), self.processor is not None
-        if not asked and self.inputs[PIXELS].dim() < 4:
+        module, asked, pixels = self.module(), self.asked or self.processor is not None, self.inputs[PIXELS]
+        if not asked and pixels.dim() < 4:
             return {}  # rows of patches do not show where they are
-        if module is None:
+        if module is None or (device := self._device_of_module()) != self._device:
+            what = "the model no longer exists" if module is None else f"the model has moved to {device}"
             warnings.warn(
-                "Tokens of pictures have no places, because the model no longer exists. Read them while it does: "
-                "record.texts; or give processor= to observe.",
+                f"Tokens of pictures have no places, because {what}. Read them before: record.texts; or give "
+                "processor= to observe.",
                 stacklevel=2,
             )
             return {}
-        pixels = self.inputs[PIXELS]
         if not any(pixels.stride()):
             noise = torch.rand(pixels.shape, generator=torch.Generator().manual_seed(0))
             self.inputs[PIXELS] = noise.to(pixels)
         try:
-            with without_listeners():  # the model may be observed again while the record is read
+            # The model may be observed while this is measured.
+            with without_listeners(), without_tracking():
                 found = measure_places(
                     module,
                     self.inputs,
@@ -122,6 +154,35 @@ class _PictureCall:
             return {}
         return {f"{self.name}.{name}" if self.name else name: each for name, each in found.items()}
 
+    def tokens(self, layer: str, lengths: tuple[int, ...] | None) -> list[TokensOfText]:
+        """Return the tokens of each text of a layer, and the numbers of its pictures; [] without places.
+
+        Args:
+            layer: the layer.
+            lengths: the number of keys of each text that the layer has of this call; None for one text per row.
+        """
+        if (places := self.places().get(layer)) is None:
+            return []
+        key = id(places.table), lengths
+        if key not in self._tokens:
+            self._tokens[key] = _tokens_of_texts(places, lengths)
+        return self._tokens[key]
+
+    def tokens_of_sample(self, layer: str, lengths: tuple[int, ...], number: int) -> PictureTokens | None:
+        """Return the tokens of one of the texts of `tokens`, with copies of its pictures; None without places."""
+        assert self.like is not None
+        found = self.like.tokens(layer, lengths)
+        if not found or lengths[number] < len(found[number][0].names):
+            return None
+        tokens, numbers = found[number]
+        return replace(tokens, pictures=tuple(self.pictures[each] for each in numbers) if self.pictures else ())
+
+
+def modules_with_pictures(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the model and the models in it that take pictures, by qualified name, the outer ones first."""
+    modules = {"": root, **pretrained_models(root)}
+    return {name: each for name, each in modules.items() if PIXELS in inspect.signature(each.forward).parameters}
+
 
 @dataclass(eq=False)
 class PictureCalls:
@@ -131,40 +192,52 @@ class PictureCalls:
         layers: the recorded layers.
         processor: the processor of the model, or None.
         images: the pictures of all calls; None: those with which the processor is called.
-        compares_texts: whether statistics of positions in a text are kept in pictures too, because they were asked for.
-        statistics: names of the statistics of pictures that are measured; None: all.
+        probes: the probes of pictures, which are measured.
+        left_out: names of statistics that layers with places do not have.
+        asked: whether probes of pictures were named.
+        measures_first: whether places are measured before a call runs, because q and k are not kept.
+        keeps_texts: whether the record has texts, whose tokens get places.
         progress: called with (runs done, runs expected) while places are measured; None shows a bar.
+        known: calls with different places, of this model.
     """
 
     layers: list[LayerRecord]
     processor: Any = None
     images: Any = None
-    compares_texts: bool = False
-    statistics: Set[str] | None = None
+    probes: Sequence[Probe] = ()
+    left_out: Set[str] = frozenset()
+    asked: bool = False
+    measures_first: bool = False
+    keeps_texts: bool = True
     progress: Progress | None = None
-    _distinct: list[_PictureCall] = field(default_factory=list)  # calls that have different places
-    _calls: list[tuple[_PictureCall, _PictureCall]] = field(default_factory=list)  # all calls, each with the like one
-    _open: list[_PictureCall] = field(default_factory=list)  # the calls that run, the outermost first
+    known: list[PictureCall] = field(default_factory=list)
+    _calls: list[PictureCall] = field(default_factory=list)
+    _open: list[PictureCall] = field(default_factory=list)  # the calls that run, the outermost first
     _processed: list[tuple[Any, Callable[..., Any], Tensor]] = field(default_factory=list)  # pictures, how, and pixels
 
     @contextmanager
     def follow(self, root: nn.Module, is_followed: Callable[[], bool]) -> Iterator[None]:
         """Find the calls of a model, and of the models in it, while in this context, and the pictures of each.
 
+        With a processor the outermost call has the places, else that of a model without further ones that take
+        pictures.
+
         Args:
             root: the model.
             is_followed: whether the call that begins is recorded.
         """
+        modules = modules_with_pictures(root)
         with Undo() as undo:
-            for name, module in {"": root, **pretrained_models(root)}.items():
+            for name, module in modules.items():
+                inner = any(each != name and f"{each}.".startswith(name and f"{name}.") for each in modules)
                 signature = inspect.signature(module.forward)
-                if PIXELS in signature.parameters:
-                    begin = partial(self._begin, name, signature, is_followed)
-                    undo.hook_before_forward(module, begin, with_kwargs=True)
-                    undo.hook_after_forward(module, self._end, always_call=True)
-                    if hasattr(module, "generate"):
-                        follow = partial(self._follow_generate, begin, signature, module)
-                        undo.replace_method(module, "generate", follow)
+                begin = partial(self._begin, name, signature, is_followed, has_inner=inner)
+                end = partial(self._end, is_followed)
+                undo.hook_before_forward(module, begin, with_kwargs=True)
+                undo.hook_after_forward(module, end, always_call=True)
+                if hasattr(module, "generate"):
+                    follow = partial(self._follow_generate, begin, end, signature, module)
+                    undo.replace_method(module, "generate", follow)
             process = getattr(self.processor, "image_processor", self.processor)
             if hasattr(process, "preprocess"):
                 undo.replace_method(process, "preprocess", self._follow_preprocess)
@@ -173,6 +246,7 @@ class PictureCalls:
     def _follow_generate(
         self,
         begin: Callable[..., None],
+        end: Callable[..., None],
         signature: inspect.Signature,
         module: nn.Module,
         generate: Callable[..., Any],
@@ -186,7 +260,7 @@ class PictureCalls:
         try:
             return generate(*args, **options)
         finally:
-            self._end(module, None)
+            end(module, None)
 
     def _follow_preprocess(self, preprocess: Callable[..., Any], images: Any, *args: Any, **options: Any) -> Any:
         """Store the pictures, the options and the pixels of a call of the image processor."""
@@ -205,6 +279,8 @@ class PictureCalls:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        has_inner: bool,
     ) -> None:
         """Forward pre-hook of a module that takes pictures."""
         if not is_followed():
@@ -215,34 +291,56 @@ class PictureCalls:
             return  # wrong arguments: the model itself will raise an error
         inputs = {**bound, **bound.get("kwargs", {})}
         inputs.pop("kwargs", None)
-        for each in self._open:
-            each.has_inner |= isinstance(inputs.get(PIXELS), Tensor)
         caches = {key: int(value.get_seq_length()) for key, value in inputs.items() if hasattr(value, "get_seq_length")}
         # An empty cache is filled by the call; what continues one depends on what the model has read before.
         inputs = {} if any(caches.values()) else {key: value for key, value in inputs.items() if key not in caches}
-        state = torch.get_rng_state()
-        self._open.append(_PictureCall(name, weakref.ref(module), inputs, state, self._num_samples()))
+        wanted = not has_inner if self.processor is None else not self._open
+        state, before = torch.get_rng_state(), self._num_samples()
+        call = PictureCall(name, weakref.ref(module), inputs if wanted else {}, state, before, asked=self.asked)
+        self._open.append(call)
+        if self.measures_first and call.has_pictures:
+            call.inputs = dict(call.inputs)
+            self._find_like(call).places(self.progress)
 
-    def _end(self, module: nn.Module, _: object, __: object = None) -> None:
+    def _find_like(self, call: PictureCall) -> PictureCall:
+        """Return the call that has the places of a call; itself if they are not known yet."""
+        processor, images = self._pictures_of(call.inputs[PIXELS])
+        call.pictures = copy_pictures(call.inputs[PIXELS], images) if self.keeps_texts else ()
+        call.take_pictures(processor, images)
+        call.like = next((each for each in self.known if call.has_places_of(each)), None)
+        if call.like is None:
+            call.like = call
+            self.known.append(call)
+            if self.measures_first:
+                del self.known[:-_MOST_KNOWN]  # a loop over any number of texts takes constant memory
+        return call.like
+
+    def _end(self, is_followed: Callable[[], bool], module: nn.Module, _: object, __: object = None) -> None:
         """Forward hook of a module that takes pictures."""
-        if not self._open or self._open[-1].module() is not module:
+        if not is_followed() or not self._open or self._open[-1].module() is not module:
             return
         call = self._open.pop()
-        wanted = not call.has_inner if self.processor is None else not self._open
-        if not wanted or not isinstance(call.inputs.get(PIXELS), Tensor):
+        if not call.has_pictures:
             return
         call.after, call.draws = self._num_samples(), not torch.equal(call.random_state, torch.get_rng_state())
-        call.processor, call.images = self._pictures_of(call.inputs[PIXELS])
-        call.pictures = copy_pictures(call.inputs[PIXELS], call.images)
-        if self.processor is None:
-            call.keep_shape_of_frames()
-        like = next((each for each in self._distinct if call.has_places_of(each)), None)
-        if like is None:
-            like = call
-            self._distinct.append(call)
-        else:
-            call.inputs, call.images = {}, None  # a loop over many pictures takes no memory
-        self._calls.append((call, like))
+        if call.like is None:
+            self._find_like(call)
+        if call.like is not call:
+            call.inputs = {}  # a loop over many pictures takes no memory
+        if self.keeps_texts:
+            self._calls.append(call)
+
+    def tokens_of_call(self, layer: str, lengths: tuple[int, ...] | None) -> list[PictureTokens]:
+        """Return the tokens of each text of the call that runs; [] where the keys of the layer have no places.
+
+        Args:
+            layer: name of the layer.
+            lengths: the number of keys of each text; None for one text per row of the model's inputs.
+        """
+        call = self._open[0 if self.processor is not None else -1] if self._open else None
+        if not self.measures_first or call is None or call.like is None:
+            return []
+        return [tokens for tokens, _ in call.like.tokens(layer, lengths)]
 
     def _num_samples(self) -> dict[str, int]:
         return {layer.name: layer.num_samples for layer in self.layers}
@@ -255,10 +353,10 @@ class PictureCalls:
         """
         if not self._calls:
             return  # counting samples cuts batches into them
-        ends = [call.before for call, _ in self._calls[1:]] + [self._num_samples()]
-        for (call, like), end in zip(self._calls, ends, strict=True):
-            self._name_samples(call, like, end)
-        for each in self._distinct if self.processor is not None else []:
+        ends = [call.before for call in self._calls[1:]] + [self._num_samples()]
+        for call, end in zip(self._calls, ends, strict=True):
+            self._name_samples(call, end)
+        for each in self.known if self.processor is not None else []:
             each.places(self.progress)
 
     def _pictures_of(self, pixels: Tensor) -> tuple[Any, Any]:
@@ -270,10 +368,8 @@ class PictureCalls:
                 return process, images
         return self.processor, self.images
 
-    def _name_samples(self, call: _PictureCall, like: _PictureCall, end: Mapping[str, int]) -> None:
+    def _name_samples(self, call: PictureCall, end: Mapping[str, int]) -> None:
         """Name the tokens of the samples of a call; `end` is how many samples each layer had before the next one."""
-        tokens = _TokensOfCall(like, call.pictures)
-        change = partial(change_statistics, compares_texts=self.compares_texts, names=self.statistics)
         for layer in self.layers:
             first = call.before.get(layer.name, 0)
             # What is read while `generate` runs becomes samples when it has ended.
@@ -283,68 +379,29 @@ class PictureCalls:
             samples = layer.samples[first:stop]
             lengths = tuple(sample.num_keys for sample in samples)
             for number, sample in enumerate(samples):
-                sample.growing_key_text.find_pictures = partial(tokens.of_sample, layer.name, lengths, number)
-                sample.measure_later(change)
+                sample.growing_key_text.find_pictures = partial(call.tokens_of_sample, layer.name, lengths, number)
+                sample.measure_later(self.probes, self.left_out)
 
 
-@dataclass(eq=False)
-class _TokensOfCall:
-    """The tokens of the samples of a call with pictures.
-
-    Attributes:
-        like: the call whose places are measured, with the same tokens in the same places.
-        pictures: small copies of the pictures of the call.
-    """
-
-    like: _PictureCall
-    pictures: tuple[Picture, ...]
-    # the table of a layer and the numbers of keys of its samples -> the tokens of each
-    _known: dict[tuple[int, tuple[int, ...]], list[PictureTokens]] = field(default_factory=dict)
-
-    def of_sample(self, layer: str, lengths: tuple[int, ...], number: int) -> PictureTokens | None:
-        """Return the tokens of a sample; None without places.
-
-        Args:
-            layer: the layer.
-            lengths: the number of keys of each sample that the layer has of this call.
-            number: which of these.
-        """
-        places = self.like.places().get(layer)
-        if places is None:
-            return None
-        key = id(places.table), lengths
-        if key not in self._known:
-            self._known[key] = _tokens_of_samples(places, lengths, self.pictures)
-        tokens = self._known[key]
-        return tokens[number] if tokens and lengths[number] >= len(tokens[number].names) else None
-
-
-def _tokens_of_samples(
-    places: LayerPlaces, lengths: Sequence[int], pictures: tuple[Picture, ...]
-) -> list[PictureTokens]:
-    """Return the tokens of each sample of a call, from the rows of its batch; [] where these do not fit."""
+def _tokens_of_texts(places: LayerPlaces, lengths: tuple[int, ...] | None) -> list[TokensOfText]:
+    """Return the tokens of each text of a call, from the rows of its batch; [] where these do not fit."""
     rows, keys = places.table.picture.shape
     kept = torch.ones(rows, keys, dtype=torch.bool) if places.unpadded is None else places.unpadded.cpu()
-    names = [[places.own_names.get(key, "") for key in row.nonzero()[:, 0].tolist()] for row in kept]
-    flat_names = [name for row in names for name in row]
-    flat = places.table.reshape(rows * keys).select(kept.flatten())
-    if sum(lengths) != len(flat_names):  # texts that later calls have continued, one or several of each prompt
-        if len(lengths) % rows:
-            return []
-        ends = kept.sum(1).cumsum(0).tolist()
-        slices = [slice(end - len(row), end) for end, row in zip(ends, names, strict=True)]
-        slices = [each for each in slices for _ in range(len(lengths) // rows)]
-    else:
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        slices = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    made: dict[tuple[int, int], PictureTokens] = {}
-    for each in slices:
-        if (each.start, each.stop) not in made:
-            own = {key: name for key, name in enumerate(flat_names[each]) if name}
-            table, numbers = _number_pictures(flat.select(each))
-            shown = tuple(pictures[number] for number in numbers) if pictures else ()
-            made[each.start, each.stop] = PictureTokens.from_places(table, own, shown)
-    return [made[each.start, each.stop] for each in slices]
+    names = [places.own_names.get(key, "") for row in kept for key in row.nonzero()[:, 0].tolist()]
+    flat, texts = places.table.reshape(rows * keys).select(kept.flatten()), rows if lengths is None else len(lengths)
+    if lengths is not None and sum(lengths) == len(names):
+        sizes = torch.tensor(lengths)
+    elif texts % rows:
+        return []
+    else:  # texts that later calls continue, one or several of each prompt
+        sizes = kept.sum(1)
+    ends = sizes.cumsum(0).tolist()
+    made: list[TokensOfText] = []
+    for end, size in zip(ends, sizes.tolist(), strict=True):
+        own = {key: name for key, name in enumerate(names[end - size : end]) if name}
+        table, numbers = _number_pictures(flat.select(slice(end - size, end)))
+        made.append((PictureTokens.from_places(table, own), numbers))
+    return [each for each in made for _ in range(texts // len(made))]
 
 
 def _number_pictures(table: PlaceTable) -> tuple[PlaceTable, list[int]]:
@@ -366,7 +423,7 @@ def _bar_of_slow_runs() -> Iterator[Progress]:
     except ImportError:
         yield lambda done, total: None
         return
-    with tqdm(desc="Places of picture tokens", delay=_SECONDS_BEFORE_BAR, leave=False) as bar:
+    with tqdm(desc="Places of picture tokens", delay=_SECONDS_BEFORE_BAR, mininterval=0, leave=False) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

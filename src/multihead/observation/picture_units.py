@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from multihead.errors import ArgumentError
 from multihead.errors.given import is_array, name_given
 from multihead.errors.optional import require
-from multihead.record.places import LONGEST_SIDE, NO_PICTURE, Picture, PlaceTable
+from multihead.probes.places import NO_PICTURE, PlaceTable
+from multihead.record.grey_copies import LONGEST_SIDE, Picture
 
 _PIXELS_PER_RAMP = 1024  # a longer side is read from several pictures, so that neighbouring patches differ in level
 _SAME_LEVEL = 0.05  # levels of one column differ by rounding errors only

@@ -30,7 +30,7 @@ from multihead.observation.unmixed import (
     unlike_layers,
     without_attention,
 )
-from multihead.record.places import NO_PICTURE, NO_PLACE, PlaceTable
+from multihead.probes.places import NO_PICTURE, NO_PLACE, PlaceTable
 
 Progress = Callable[[int, int], None]
 """Function that is called with the number of runs that are done, and of those that are expected."""

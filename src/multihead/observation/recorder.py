@@ -41,8 +41,9 @@ from multihead.observation.host_copies import HostCopies
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import LayerNamer
 from multihead.observation.measuring import StatisticsMeasurer, TextInCall
+from multihead.observation.picture_calls import PictureCalls
 from multihead.observation.record import Record
-from multihead.probes.catalogue import PROBES
+from multihead.probes.catalogue import PROBES, needs_pictures
 from multihead.probes.context import ProbeContext
 from multihead.probes.probe import PartValues, Probe
 from multihead.probes.statistics import (
@@ -74,6 +75,7 @@ from multihead.record.segments import Segment, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
 from multihead.record.text_rows import MeasuredRows, TextRows
 from multihead.record.text_table import RowsInTensor
+from multihead.record.texts import PictureTokens
 from multihead.scores.bias import values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 
@@ -104,6 +106,7 @@ class _LayerCall:
             the first call of the samples is recorded.
         num_keys: returns the number of keys of each sample in its windows so far, (samples,) int64; (1,) with 0 before
             the first window.
+        in_pictures: whether it is known that keys come from places in pictures.
     """
 
     layer: LayerRecord
@@ -120,6 +123,7 @@ class _LayerCall:
     waiting: Callable[[], list[list[MeasuredRows]]] = list
     key_starts: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
     num_keys: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
+    in_pictures: bool = False
 
     @staticmethod
     def from_call(
@@ -138,6 +142,7 @@ class _LayerCall:
         self.is_first, self.is_further_window, self.texts = False, is_window, previous.texts
         self.samples, self.key_starts, self.waiting = previous.samples, previous.key_starts, previous.waiting
         self.num_keys = previous.num_keys if is_window else self.num_keys
+        self.in_pictures = previous.in_pictures
 
 
 @dataclass(eq=False)
@@ -152,11 +157,12 @@ class Recorder:
     keeps_chance: bool = True  # whether a summary has chance levels
     # (name of a layer, number of heads) -> the layer's empty running sums, if `keep` is "summary"
     new_running_summary: Callable[[str, int], RunningSummary] = lambda _, num_heads: RunningSummary(num_heads)
+    pictures: PictureCalls = field(default_factory=lambda: PictureCalls([]))
     requested_statistics: frozenset[PartName] = field(init=False)
     _own_statistics: OwnStatistics = field(init=False)  # the statistics that are not built in
-    # whether a layer is cross-attention, where tokens of keys are not compared with the query's, and whether the texts
-    # of a call are known -> what measures it
-    _measurers: dict[tuple[bool, bool], StatisticsMeasurer] = field(default_factory=dict)
+    # whether a layer is cross-attention, where tokens of keys are not compared with the query's, whether the texts of a
+    # call are known, and whether keys have places in pictures -> what measures it
+    _measurers: dict[tuple[bool, bool, bool], StatisticsMeasurer] = field(default_factory=dict)
     _layers: dict[str, LayerRecord] = field(default_factory=dict)
     # the sequences in a cache, or of a pass -> name of a layer -> its newest call on them
     _previous_calls: WeakKeyDictionary[CachedSequence, dict[str, _LayerCall]] = field(default_factory=WeakKeyDictionary)
@@ -178,7 +184,7 @@ class Recorder:
 
     def _measurer_of(self, state: _LayerCall) -> StatisticsMeasurer:
         """Return what measures a call: all statistics that mean something in it."""
-        key = state.cross_attention, state.texts_known
+        key = state.cross_attention, state.texts_known, state.in_pictures
         if key not in self._measurers:
             probes = self.measurer.probes
             if self.keep == "summary":
@@ -187,6 +193,8 @@ class Recorder:
                 probes = tuple(probe for probe in probes if not probe.compares_tokens)
             if not state.texts_known:
                 probes = tuple(probe for probe in probes if not _depends_on_text(probe))
+            left_out = self.pictures.left_out if state.in_pictures else {each.name for each in self.pictures.probes}
+            probes = tuple(probe for probe in probes if probe.name not in left_out)
             self._measurers[key] = replace(self.measurer, probes=probes)
         return self._measurers[key]
 
@@ -300,7 +308,15 @@ class Recorder:
         if state.is_first:
             state.key_starts = cache(partial(sample_spans.key_starts, state.offset))
         add = self._add_first_call if summary is None else self._add_batch_to_summary
-        if not (state.is_first and add(call, state, sample_spans, ids)):
+        tokens: list[PictureTokens] = []
+        if state.is_first and not state.cross_attention and self.pictures.measures_first:
+            lengths = sample_spans.key_lengths(windows).sum(1).tolist()
+            tokens = self.pictures.tokens_of_call(state.layer.name, tuple(lengths))
+            state.in_pictures = any(each.boxes.has_places for each in tokens)
+        begun = state.is_first and add(call, state, sample_spans, ids)
+        for sample, each in zip(state.samples() if tokens else (), tokens, strict=False):
+            sample.growing_key_text.set_pictures(each)
+        if not begun:
             self._add_samples(call, state, sample_spans, ids)
 
     def _add_batch_to_summary(
@@ -310,7 +326,7 @@ class Recorder:
         layer, summary, windows, request = state.layer, state.layer.running_summary, state.windows, call.request
         assert summary is not None
         measurer = self._measurer_of(state)
-        whole = measurer.measures_whole(request, sample_spans, ids)
+        whole = not state.in_pictures and measurer.measures_whole(request, sample_spans, ids)
         if summary.takes_batches and (state.cross_attention or not whole or ids.key_ids(request) is None):
             shape = request.shape
             raise ModelError(
@@ -427,7 +443,7 @@ class Recorder:
         sample_spans = self._shared_spans(bare)
         own_ids = self._ids_of_whole_sequence(request, sequence)
         ids = CallTokenIds(own_ids, None, cross_attention=False, query_start=0)
-        _check_measurable_on_a_rank(self.measurer.probes)
+        _check_measurable_on_a_rank(self.measurer.probes, asked_for_pictures=self.pictures.asked)
         starts = sample_spans.key_starts_in_text()
         if isinstance(starts, Tensor) and starts.shape[-1] == length:  # a number per query, of which this rank has some
             starts = starts[..., sequence.positions_of_rank(request.shape.query_length, starts.device)[0]]
@@ -508,7 +524,7 @@ class Recorder:
                 {name: value[one, :, rows] for name, value in result.statistics.items()},
             )
             read, caller = sample.growing_key_text.ids, request.known_origin.layer
-            context = self._context_of_probes(read, part.shape, 0, caller, first=True)
+            context = self._context_of_probes(TextInCall(span, 0, read), part.shape, 0, caller, first=True)
             context = replace(context, first_key=first_key)
             possible = possible_probes(self.measurer.probes, part, context)
             found.append(complete_statistics(part, own.logsumexp, possible, context, parts=own.statistics, result=own))
@@ -588,7 +604,7 @@ class Recorder:
         measured, sliceable = call.result.statistics, sample_spans.sliceable
         if not sliceable.any_part:
             return None
-        known: set[PartInput] = {"values", "output_weight", "sets"}
+        known: set[PartInput] = {"values", "output_weight", "sets", "places"}
         if call.request.sinks is not None:
             known.add("sinks")
         if ids.queries is not None or ids.keys is not None:
@@ -625,7 +641,9 @@ class Recorder:
             if not state.is_first:
                 ids.append_to_sample(samples[place], span, key_start - span.keys[0])
             places.append(place)
-            texts.append(TextInCall(span, key_start, samples[place].growing_key_text.ids, is_window))
+            text = samples[place].growing_key_text
+            pictures = text.pictures if state.in_pictures else None
+            texts.append(TextInCall(span, key_start, text.ids, is_window, pictures))
         first = state.is_first or state.is_further_window or windows > 1
         if layer.running_summary is not None:
             rows = self._measure_rows(call, state, sample_spans, texts, first=first)
@@ -661,7 +679,7 @@ class Recorder:
                 row, queries = text.span.sample, slice(*text.span.queries)
                 statistics = {name: value[row, :, queries] for name, value in values.items()}
             else:
-                context = self._context_of_probes(text.ids, alone.request.shape, start, caller.layer, first=first)
+                context = self._context_of_probes(text, alone.request.shape, start, caller.layer, first=first)
                 found = statistics_of_call(alone, measurer.probes, context)
                 statistics = {name: value[0].cpu() for name, value in found.items()}
             request, keeps = alone.request, self._keeps_qk
@@ -691,8 +709,8 @@ class Recorder:
             found, caller = [], call.request.known_origin.layer
             for text in texts:
                 alone, start = _slice_text(call, sample_spans, text)
-                context = self._context_of_probes(text.ids, alone.request.shape, start, caller, first=first)
-                rows = _rows_of_text(alone, 0 if text.is_window else start)
+                context = self._context_of_probes(text, alone.request.shape, start, caller, first=first)
+                rows = _rows_of_text(alone, 0 if text.is_window else start, context)
                 found.append(self._measure_with_chance(alone, rows, context, state))
         if state.cross_attention or all(probe.counted != "repeated" for probe in self.measurer.probes):
             return found
@@ -709,6 +727,11 @@ class Recorder:
         starts = sample_spans.key_starts(state.offset).tolist()
         parts = parts_of_rows(read, sample_spans.spans, starts, key_ids=ids.keys, cross_attention=crosses)
         texts = [text for _, text in parts]
+        tokens = [] if crosses else self.pictures.tokens_of_call(layer.name, None)
+        state.in_pictures = any(each.boxes.has_places for each in tokens)
+        if state.in_pictures and (generation := self.inputs.generation) is not None:
+            prompts = [generation.prompt_of_row(text.span.sample, call.request.shape.batch) for text in texts]
+            texts = [text._replace(pictures=tokens[each]) for text, each in zip(texts, prompts, strict=True)]
         found: Iterable[RecordedCall | MeasuredRows]
         if layer.running_summary is None:
             recorded = self._record_texts(call, state, sample_spans, texts, first=first)
@@ -769,7 +792,8 @@ class Recorder:
             return dict(chance.measure(spread, rows, context).values)
 
         read = context.ids, context.special_keys, context.id_before, *context.sets.values()
-        contents = rows.ends, rows.places, context.key_start, context.first_key, *read
+        places = () if context.places is None else context.places.columns
+        contents = rows.ends, rows.places, context.key_start, context.first_key, *read, *places
         return measurer.measure(
             call, rows, context, chance=self._chance_levels_of(measurer, call.request, contents, spread_evenly)
         )
@@ -799,19 +823,21 @@ class Recorder:
         return partial(SampleRecord, name, size, pool, cross_attention=cross_attention, own=self._own_statistics)
 
     def _context_of_probes(
-        self, read: Tensor | None, shape: AttentionShape, start: int, caller: nn.Module, *, first: bool
+        self, text: TextInCall, shape: AttentionShape, start: int, caller: nn.Module, *, first: bool
     ) -> ProbeContext:
-        """Return the inputs of probes besides q and k, for a call whose first key has the index `start`.
+        """Return the inputs of probes besides q and k, for a call of one text whose first key has the index `start`.
 
-        With `first`, that is the first key that the queries may see. `read` are the ids of the keys so far, if known.
+        With `first`, that is the first key that the queries may see.
         """
-        stop, ids, before = start + shape.key_length, None, None
+        read, stop, ids, before = text.ids, start + shape.key_length, None, None
         if read is not None and len(read) >= stop and self.measurer.needs & {"ids", "special_keys"}:
             ids = read[None, start:stop]
             before = None if first or not start else read[start - 1 : start]
         # In a later call the first key that the queries see may not be the sample's first key.
         first_key = None if first else -start
         context = self.measurer.probe_context(caller, shape, ids)
+        if text.pictures is not None:
+            context = text.pictures.add_places(context, start, stop, has_words=read is not None)
         return replace(context, first_key=first_key, key_start=start, id_before=before)
 
     def unheard_layers(self, model: nn.Module) -> dict[str, str]:
@@ -919,10 +945,11 @@ def _slice_text(call: AttentionCall, sample_spans: SampleSpans, text: TextInCall
     return alone, start
 
 
-def _rows_of_text(alone: AttentionCall, before: int) -> TextRows:
+def _rows_of_text(alone: AttentionCall, before: int, context: ProbeContext) -> TextRows:
     """Return the queries of a call of one text as rows; `before` keys of the text come before those of the call."""
-    shape, first = alone.request.shape, before + int(alone.request.query_start)
-    return TextRows.of_text(torch.arange(shape.query_length) + first, before + shape.key_length, None)
+    shape, positions = alone.request.shape, torch.arange(alone.request.shape.query_length) + alone.request.query_start
+    rows = TextRows.of_text(positions + before, before + shape.key_length, None)
+    return rows if context.places is None else replace(rows, placed=context.places.select(0).placed_at(positions))
 
 
 def _rows_of_texts(call: AttentionCall, texts: Sequence[TextInCall]) -> TextRows:
@@ -932,9 +959,14 @@ def _rows_of_texts(call: AttentionCall, texts: Sequence[TextInCall]) -> TextRows
     return TextRows.of_spans(ends.T, call.request.shape, call.request.query_start, before)
 
 
-def _check_measurable_on_a_rank(probes: Iterable[Probe]) -> None:
+def _check_measurable_on_a_rank(probes: Iterable[Probe], *, asked_for_pictures: bool) -> None:
     """Raise a ProbeError for a statistic that cannot be computed from those of the ranks, each with some queries."""
     for probe in probes:
+        if asked_for_pictures and needs_pictures(probe):
+            raise ProbeError(
+                f"{probe.name} is measured in whole pictures, and this rank has only some of the queries.",
+                "Leave it out, or run the model on one rank.",
+            )
         if probe.axes == "map":
             raise ProbeError(
                 f"{probe.name} needs the whole attention map, and this rank has only some of the queries.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
@@ -18,9 +19,11 @@ from multihead.kinds import KINDS, Kind, check_kinds, kinds_named, probes_of
 from multihead.locale.escaping import escape_controls
 from multihead.models.trainer import call_around_steps
 from multihead.observation.observe import Options, record_calls
+from multihead.observation.picture_calls import PictureCall, modules_with_pictures
+from multihead.observation.picture_units import PIXELS
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
-from multihead.probes.catalogue import ENTROPY, LARGEST_SCORE
+from multihead.probes.catalogue import ENTROPY, LARGEST_SCORE, needs_pictures
 from multihead.probes.choices import WATCHED, WITH_MAXIMUM
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
@@ -57,7 +60,8 @@ class Watch:
         kinds: whether the kinds of the heads are watched, which makes an observed step longer: True for the built-in
             kinds, or some of them by name, and kinds of your own as values. Without a name all built-in ones are
             watched, as in `observe`. Their statistics are observed besides `probes`. Left out are kinds that need texts
-            of repeated random tokens or pictures, and those that need special tokens if there are no `special_ids`.
+            of repeated random tokens, those that need special tokens if there are no `special_ids`, and those of
+            pictures if the model takes none.
         special_ids: the token ids that `special_mass` counts, as in `observe`.
 
     Attributes:
@@ -104,7 +108,8 @@ class Watch:
         check_integer("every", every)
         self.model, self.every, self.layers, self.per_head, self.log = model, every, layers, per_head, log
         self.special_ids = check_ids("special_ids", special_ids)
-        self.kinds = _kinds_to_watch(kinds, special_ids=self.special_ids)
+        takes_pictures = bool(modules_with_pictures(model))
+        self.kinds = _kinds_to_watch(kinds, special_ids=self.special_ids, takes_pictures=takes_pictures)
         chosen = resolve_probes(WATCHED if probes is None else probes)
         self.probes: tuple[Probe, ...] = resolve_probes((*chosen, *probes_of(self.kinds)))
         for probe in self.probes:
@@ -112,9 +117,15 @@ class Watch:
                 raise ProbeError(
                     f"{probe.name} has no mean over the queries of a head.", f'Give probes such as "{ENTROPY.name}".'
                 )
+            if needs_pictures(probe) and not takes_pictures:
+                raise ProbeError(
+                    f"{probe.name} needs pictures, which the model does not take as {PIXELS}.", "Leave it out."
+                )
         self.step = 0
         self.numbers: dict[str, float] = {}
         self.series = TimeSeries(watched_kinds=self.kinds)
+        self._places: list[PictureCall] = []  # known of the pictures of earlier steps
+        self._named = probes is not None
         self._stack: ExitStack | None = None
         self._record: Record | None = None
 
@@ -153,6 +164,8 @@ class Watch:
                     kinds=[kind for kind in self.kinds if kind not in KINDS],
                     keeps_chance=bool(self.kinds),
                     keeps_quantiles=False,
+                    compares_texts=self._named,
+                    known_places=self._places,
                 )
                 context = record_calls(self.model, options)
                 self._record = self._stack.enter_context(context)
@@ -240,12 +253,13 @@ class Watch:
         return {one.number: one.kinds for one in found}
 
 
-def _kinds_to_watch(kinds: object, *, special_ids: Sequence[int]) -> tuple[Kind, ...]:
+def _kinds_to_watch(kinds: object, *, special_ids: Sequence[int], takes_pictures: bool) -> tuple[Kind, ...]:
     """Return the kinds that the argument `kinds` of a watch selects.
 
     Raises:
         ArgumentError: there is no such kind, or one that was named cannot be watched.
     """
+    why_not = partial(_why_unwatchable, special_ids=special_ids, takes_pictures=takes_pictures)
     if kinds is False:
         return ()
     given = [kinds] if isinstance(kinds, (str, Kind)) else kinds
@@ -259,19 +273,19 @@ def _kinds_to_watch(kinds: object, *, special_ids: Sequence[int]) -> tuple[Kind,
     own = check_kinds([each for each in listed if not (isinstance(each, str) or each in KINDS)], KINDS)
     named = kinds_named(names, KINDS)
     for kind in (*(named if names else ()), *own):
-        if why := _why_unwatchable(kind, special_ids):
+        if why := why_not(kind):
             raise ArgumentError(*why)
-    return (*(kind for kind in named if not _why_unwatchable(kind, special_ids)), *own)
+    return (*(kind for kind in named if not why_not(kind)), *own)
 
 
-def _why_unwatchable(kind: Kind, special_ids: Sequence[int]) -> tuple[str, str] | None:
+def _why_unwatchable(kind: Kind, special_ids: Sequence[int], *, takes_pictures: bool) -> tuple[str, str] | None:
     """Return why a watch cannot tell which heads are of a kind, and what to do; None if it can."""
     if kind.texts != "given":
         return f"The kind {kind.name} needs texts of repeated random tokens.", "Measure it with mh.look(textbook=True)."
     if not isinstance(kind.probe, Probe):
-        if kind in KINDS:
-            return f"The kind {kind.name} cannot be watched; it needs {kind.needs}.", "Leave it out."
         return f"The kind {kind.name} has a statistic without a function.", "Give it a probe."
+    if needs_pictures(kind.probe) and not takes_pictures:
+        return f"The kind {kind.name} needs pictures, which the model does not take as {PIXELS}.", "Leave it out."
     if "special_keys" in kind.probe.needs and not special_ids:
         return f"The kind {kind.name} needs special tokens.", "Give special_ids, such as tokenizer.all_special_ids."
     return None

@@ -229,6 +229,41 @@ POOLED_MAP = _share_probe(
     chance=False,
 )
 
+PATCH_DISTANCE = _probe_of_single_part(
+    "patch_distance",
+    short_label="patch dist.",
+    unit="patches",
+    number_format=".1f",
+    source="arXiv:2010.11929",
+    about="mean distance between the centres of the query's patch and a key's of its view, under p_ij / Σ_j p_ij",
+    counted="placed",
+)
+NEIGHBOUR_MASS = _share_probe(
+    "neighbour_mass",
+    label="neighbours",
+    about="Σ p_ij over the query's patch and the eight around it",
+    counted="placed",
+)
+ONE_WAY_MASS = _share_probe(
+    "one_way_mass",
+    label="one way",
+    about="p_ij at the patch at one step in rows and columns: the head's commonest in the text, not 0",
+    counted="placed",
+)
+PICTURE_MASS = _share_probe(
+    ("tokens_mass", "picture"), "picture_mass", label="picture", about="Σ p_ij over the parts of pictures"
+)
+CLASS_MASS = _share_probe(
+    ("tokens_mass", "class"),
+    "class_mass",
+    label="class, registers",
+    short_label="class",
+    about="Σ p_ij over the model's own tokens, such as [CLS]",
+)
+WORDS_MASS = _share_probe(("tokens_mass", "words"), "words_mass", label="words", about="Σ p_ij over the words")
+PICTURE_PROBES = (PATCH_DISTANCE, NEIGHBOUR_MASS, ONE_WAY_MASS, PICTURE_MASS, CLASS_MASS, WORDS_MASS)
+"""Statistics of calls whose keys have places in pictures."""
+
 # The order is that of tables and of the documentation. Default statistics cost next to nothing: the native kernel
 # measures them in one pass, and the mass of the learned sink follows from the logsumexp.
 _BUILT_IN_PROBES = (
@@ -251,10 +286,18 @@ _BUILT_IN_PROBES = (
     INDUCTION_MASS,
     CONTRIBUTION,
     OUTPUT_NORM,
+    *PICTURE_PROBES,
     RECEIVED,
     COVERAGE,
     POOLED_MAP,
 )
+POSITION_PROBES = frozenset(
+    probe.name
+    for probe in _BUILT_IN_PROBES
+    if probe is not SELF_MASS and any(part_named(part).uses_positions for part in probe.parts)
+)
+"""Names of statistics of positions in a text, which mean little between the patches of a picture."""
+
 PROBES: dict[str, Probe] = {probe.name: probe for probe in _BUILT_IN_PROBES}
 """The built-in probes by name."""
 
@@ -269,21 +312,8 @@ REPEAT_PROBES = {
 }
 """Name of a statistic on repeated random tokens -> its probe, see `observation.textbook`."""
 
-PATCH_DISTANCE = Statistic(
-    "patch_distance", unit="patches", number_format=".1f", short_label="patch dist.", counted="placed"
-)
-NEIGHBOUR_MASS = Statistic("neighbour_mass", label="neighbours", number_format=SHARE_FORMAT, counted="placed")
-ONE_WAY_MASS = Statistic("one_way_mass", label="one way", number_format=SHARE_FORMAT, counted="placed")
-PICTURE_MASS = Statistic("picture_mass", label="picture", number_format=SHARE_FORMAT)
-CLASS_MASS = Statistic("class_mass", label="class, registers", number_format=SHARE_FORMAT, short_label="class")
-WORDS_MASS = Statistic("words_mass", label="words", number_format=SHARE_FORMAT)
-PICTURE_STATISTICS = (PATCH_DISTANCE, NEIGHBOUR_MASS, ONE_WAY_MASS, PICTURE_MASS, CLASS_MASS, WORDS_MASS)
-"""Statistics of layers whose keys have places in pictures, see `record/picture_statistics.py`. They are no probes of a
-call, because places are measured after the model has run; `observe(probes=...)` takes them by name."""
-
 _STATISTICS_BY_NAME: dict[str, Statistic] = {
     **PROBES,
-    **{each.name: each for each in PICTURE_STATISTICS},
     **{
         name: Statistic(name, label=f"{probe.label} on random repeats", number_format=SHARE_FORMAT)
         for name, probe in REPEAT_PROBES.items()
@@ -408,8 +438,13 @@ def tokens_mass(name: str, ids: Iterable[int] | None = None) -> Probe:
     return _token_set_mass_probe(name, tokens)
 
 
+def needs_pictures(probe: Probe) -> bool:
+    """Whether a probe needs the places of tokens in pictures, or the set of keys that follow from them."""
+    return "places" in probe.needs or probe.name in {each.name for each in PICTURE_PROBES}
+
+
 def reject_unknown_set(probe: Probe) -> None:
     """Raise a ProbeError if a probe needs the keys of a set of tokens, which only a `ProbeContext` has, and no ids."""
-    if "sets" in probe.needs:
+    if "sets" in probe.needs and not needs_pictures(probe):
         name = min(str(part[1]) for part in probe.parts - SPECIAL_MASS.parts if part[0] == "tokens_mass")
         raise ProbeError(f"{probe.name} needs a set of tokens.", f"Give their ids: probes.tokens_mass({name!r}, ids).")

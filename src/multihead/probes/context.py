@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from multihead.errors import ProbeError
+from multihead.probes.places import PICTURE_GROUPS, PlaceTable
 from multihead.tensors.shapes import AttentionShape
 
 MAP_SIZE = 64  # default of `ProbeContext.map_size`
@@ -32,6 +33,7 @@ class ProbeContext:
         id_before: (batch,) int64, token id of the dropped key just before the keys of the call.
         map_size: maximum number of rows and columns of `pooled_map`.
         map_pool: whether a cell of `pooled_map` is the "mean" or the "max" of the weights in its block.
+        places: (batch, keys), the place of each key in a picture; see `with_places`.
 
     >>> ProbeContext(special_keys=torch.tensor([[True, False, True]])).map_pool
     'mean'
@@ -46,6 +48,22 @@ class ProbeContext:
     id_before: Tensor | None = None
     map_size: int = MAP_SIZE
     map_pool: PoolOperation = "mean"
+    places: PlaceTable | None = None
+
+    def with_places(self, places: PlaceTable, groups: Collection[str] = ("picture", "class")) -> ProbeContext:
+        """Return the context with the places of the keys, and with the groups of the keys as sets.
+
+        Args:
+            places: (batch, keys), as `mh.places` returns it.
+            groups: the groups of the text's keys: "picture", and "class" or "words" for keys that come from no picture.
+
+        >>> context = ProbeContext().with_places(PlaceTable.without_places(1, 3))
+        >>> context.sets["class"].tolist(), context.sets["picture"].any()
+        ([[True, True, True]], tensor(False))
+        """
+        of_keys = places.groups(has_words="words" in groups)
+        sets = {name: of_keys == PICTURE_GROUPS.index(name) for name in groups}
+        return replace(self, places=places, sets={**self.sets, **sets})
 
 
 def keys_of_set(context: ProbeContext, name: str, tokens: frozenset[int] | None, device: torch.device) -> Tensor:
@@ -65,6 +83,10 @@ def check_context_fits(context: ProbeContext, shape: AttentionShape) -> None:
         ProbeError: a shape, a dtype or an option is wrong.
     """
     sizes = (shape.batch, shape.key_length)
+    if context.places is not None and tuple(context.places.picture.shape) != sizes:
+        raise ProbeError(
+            f"places has keys of shape {tuple(context.places.picture.shape)}.", f"Give (batch, keys) = {sizes}."
+        )
     for name, flags in (("special_keys", context.special_keys), *context.sets.items()):
         if flags is not None and (flags.dtype != torch.bool or tuple(flags.shape) != sizes):
             raise ProbeError(

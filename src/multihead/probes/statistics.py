@@ -36,7 +36,7 @@ from multihead.kernels.parts import (
     set_empty_and_bad_queries,
 )
 from multihead.kernels.plan.bounds import bounds_of
-from multihead.probes import from_kernels, lookups, repeats, weighted_values
+from multihead.probes import from_kernels, lookups, pictures, repeats, weighted_values
 from multihead.probes.catalogue import DEFAULT, PROBES
 from multihead.probes.context import ProbeContext, check_context_fits, check_output_weight_fits, keys_of_set
 from multihead.probes.measured_call import MeasuredCall
@@ -51,6 +51,7 @@ _INPUT_ERRORS: dict[PartInput, tuple[str, str]] = {
     "special_keys": ("to know which keys are special", "Give special_keys."),
     "ids": ("the token of each key", "Give ids."),
     "sets": ("to know which keys belong to the set", "Give sets, or ids to tokens_mass."),
+    "places": ("the places of the keys in pictures", "Give places."),
     "output_weight": ("the output projection of the heads", "Give output_weight."),
     "values": ("the values", "Give v."),
     "sinks": ("the learned sinks of the heads", "Give sinks, or leave it out."),
@@ -106,6 +107,7 @@ def _inputs_given(request: AttentionRequest, context: ProbeContext, *, has_value
     inputs: dict[PartInput, bool] = {
         "special_keys": context.special_keys is not None,
         "ids": context.ids is not None,
+        "places": context.places is not None,
         "output_weight": context.output_weight is not None,
         "values": has_values,
         "sinks": request.sinks is not None,
@@ -370,6 +372,8 @@ def measure_parts(
     repeated = parts & repeats.KEY_SHIFTS.keys()
     if repeated and call.bounds.remainder is None:
         found |= repeats.measure_repeats(call, repeated)
+    if in_pictures := parts & pictures.PICTURE_PARTS:
+        found |= pictures.measure_in_pictures(call, in_pictures)
     found |= _measure_over_all_keys(call, parts - found.keys(), sets)
     if call.result is not None and call.result.head_factors is not None and call.context.output_weight is not None:
         weight = call.context.output_weight

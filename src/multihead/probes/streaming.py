@@ -128,7 +128,7 @@ def _zeros_to_ones(mass: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _HeadGroup:
+class HeadGroup:
     """A group of query heads of one sample, with their key/value heads.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Tile:
         side_of_keys: 1 if all keys are at or before all positions, -1 if at or after, 0 if neither.
     """
 
-    group: _HeadGroup
+    group: HeadGroup
     rows: slice
     positions: Tensor
     columns: tuple[int, int]
@@ -203,7 +203,7 @@ def measure_in_tiles(
     if "pooled_map" in parts:
         found["pooled_map"] = zeros(*call.empty_map(1).sums.shape[1:])
     weighted_sums = None if columns is None else zeros(shape.query_length, columns.shape[-1])
-    for group in _groups_of_call(call):
+    for group in groups_of_call(call):
         _measure_group(call, group, found, columns, weighted_sums)
     if "entropy" in found:
         found["entropy"].clamp_(min=0)  # rounding can give -1e-7 for a single key
@@ -212,7 +212,7 @@ def measure_in_tiles(
     return {part: found[part] for part in parts}, weighted_sums
 
 
-def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
+def groups_of_call(call: MeasuredCall) -> Iterator[HeadGroup]:
     """Yield the groups of heads of each sample of a call; a group has at most TILE_WEIGHTS weights per tile."""
     shape = call.request.shape
     rows, width, cells = _tile_size(shape.device)
@@ -228,7 +228,7 @@ def _groups_of_call(call: MeasuredCall) -> Iterator[_HeadGroup]:
                 bias=index_bias(sample.bias, {1: heads}),
                 shape=shape._replace(num_heads=heads.stop - heads.start, num_kv_heads=kv.stop - kv.start),
             )
-            yield _HeadGroup(index, heads, part, *_append_logsumexp(call, part, index, heads))
+            yield HeadGroup(index, heads, part, *_append_logsumexp(call, part, index, heads))
 
 
 def _tile_size(device: torch.device) -> tuple[int, int, int]:
@@ -252,7 +252,7 @@ def _append_logsumexp(
 
 def _measure_group(
     call: MeasuredCall,
-    group: _HeadGroup,
+    group: HeadGroup,
     found: dict[PartName, Tensor],
     columns: Tensor | None,
     weighted_sums: Tensor | None,
@@ -292,7 +292,7 @@ def _measure_group(
         found["pooled_map"][group.sample, group.heads] = pooled.maxima()
 
 
-def _spans_of_keys(call: MeasuredCall, group: _HeadGroup, rows: slice) -> Iterator[tuple[tuple[int, int], bool, int]]:
+def _spans_of_keys(call: MeasuredCall, group: HeadGroup, rows: slice) -> Iterator[tuple[tuple[int, int], bool, int]]:
     """Split the keys that any of the rows sees into spans; yield (first, stop), whether all cells are visible, side."""
     bounds = call.bounds
     plan_row = 0 if bounds.is_shared_by_samples else group.sample
@@ -317,7 +317,7 @@ def _spans_of_keys(call: MeasuredCall, group: _HeadGroup, rows: slice) -> Iterat
             yield (first, min(first + width, end)), free <= begin and end <= seen_stop, side
 
 
-def _tiles_of_rows(call: MeasuredCall, group: _HeadGroup, rows: slice) -> Iterator[_Tile]:
+def _tiles_of_rows(call: MeasuredCall, group: HeadGroup, rows: slice) -> Iterator[_Tile]:
     """Yield the tiles of some rows that have visible keys."""
     request, bounds, plan_row = group.request, call.bounds, 0 if call.bounds.is_shared_by_samples else group.sample
     every_cell_read = bounds.remainder is not None or request.bias is not None
@@ -342,6 +342,16 @@ def _tiles_of_rows(call: MeasuredCall, group: _HeadGroup, rows: slice) -> Iterat
         if shown is not None:
             weights.masked_fill_(~shown, 0)
         yield _Tile(group, rows, call.positions[group.sample, rows], columns, logs, weights, shown, side)
+
+
+def strips_of_weights(call: MeasuredCall, group: HeadGroup) -> Iterator[tuple[slice, Tensor]]:
+    """Yield strips of queries, and the weights of a group of heads of them: (heads, rows, keys)."""
+    shape, heads = call.request.shape, group.heads.stop - group.heads.start
+    for rows in consecutive_slices(shape.query_length, _tile_size(shape.device)[0]):
+        strip = call.finite_logsumexp.new_zeros(heads, rows.stop - rows.start, shape.key_length)
+        for tile in _tiles_of_rows(call, group, rows):
+            strip[:, :, slice(*tile.columns)] = tile.weights
+        yield rows, strip
 
 
 def _add_to_sums(

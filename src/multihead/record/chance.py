@@ -117,6 +117,8 @@ def chance_of_probes(
     except MaskError:  # the mask's class is not defined in this process
         return {}
     inputs = {"ids": content_key(sample.text.ids), "special_keys": content_key(marks)}
+    if any({"places", "sets"} & each.needs for each in wanted):
+        inputs["places"] = inputs["sets"] = _key_of_places(sample)
     keys = {each: (each, places, *(inputs.get(need) for need in sorted(each.needs))) for each in wanted}
     missing = [each for each in wanted if keys[each] not in known]
     if missing:
@@ -231,6 +233,8 @@ def _measure_chance_levels_of_sample(
             ids=None if ids is None else ids[None, keys].to(device),
             first_key=None if windows else min(first, default=0),
         )
+        if not sample.cross_attention:
+            context = sample.growing_key_text.add_places(context, keys.start, keys.stop)
         chosen = possible_probes(probes, request, context, has_values=False)
         for part in _split_queries(request):
             found = measure_request(part, chosen, context)
@@ -277,6 +281,14 @@ def _split_queries(request: AttentionRequest) -> Iterator[AttentionRequest]:
         q = request.q[:, :, rows]
         shape = request.shape._replace(query_length=q.shape[2])
         yield replace(request, q=q, shape=shape, query_start=request.query_start + rows.start)
+
+
+def _key_of_places(sample: SampleRecord) -> object:
+    """Return a hashable key that is equal for samples whose keys have equal places in pictures."""
+    pictures = sample.growing_key_text.pictures
+    if pictures is None:
+        return None
+    return sample.growing_key_text.ids is None, *map(content_key, pictures.boxes.columns)
 
 
 def _visibility_key_of_sample(sample: SampleRecord) -> tuple[object, ...]:

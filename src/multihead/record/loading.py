@@ -26,9 +26,10 @@ from multihead.functional import request_of
 from multihead.kernels.parts import PartAxes
 from multihead.probes.catalogue import REPEAT_PROBES, probe_of_part, statistic
 from multihead.probes.head_statistic import HEAD_NUMBERS, HeadStatistic, HeadsTogether
+from multihead.probes.places import NO_PLACE, PlaceTable
 from multihead.probes.probe import Statistic
+from multihead.record.grey_copies import LONGEST_SIDE, Picture
 from multihead.record.layer import LayerRecord, LayerTexts, RecordContents
-from multihead.record.places import LONGEST_SIDE, NO_PLACE, Picture, PlaceTable
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import (
     NUM_BINS,

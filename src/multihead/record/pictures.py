@@ -10,11 +10,11 @@ from torch import Tensor
 
 from multihead.errors import ArgumentError, ProbeError
 from multihead.locale.escaping import escape_controls
+from multihead.probes.places import PICTURE_GROUPS, PlaceTable
 from multihead.record.layer import LayerRecord
-from multihead.record.places import PlaceTable
 from multihead.record.plots import import_pyplot, report_colormap
 from multihead.record.sample import SampleRecord
-from multihead.record.texts import PICTURE_GROUPS, group_of_keys
+from multihead.record.texts import group_of_keys
 
 _CELLS_AT_ONCE = 1 << 22  # bounds the memory of weights, however many queries are added up
 _LOWEST_SHOWN, _HIGHEST_SHOWN = 0.1, 100  # times an even spread

@@ -18,7 +18,6 @@ from multihead.probes.catalogue import (
     MEAN_DISTANCE,
     NEAR_MASS,
     NEXT_MASS,
-    PICTURE_STATISTICS,
     PREVIOUS_MASS,
     SELF_MASS,
     SEPARATOR_MASS,
@@ -36,7 +35,6 @@ from multihead.record.chance import (
     exceeds_chance,
     standard_error,
 )
-from multihead.record.picture_statistics import chance_in_picture
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
 from multihead.record.table import CHANCE_SUFFIX
@@ -362,8 +360,6 @@ def _statistics_and_chance(
     levels = chance_of_probes(
         one, [statistic(name, shown) for name in found], special=marks, known=known, progress=progress
     )
-    if found.keys() & {each.name for each in PICTURE_STATISTICS}:
-        levels |= chance_in_picture(one)
     return found, levels
 
 

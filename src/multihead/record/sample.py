@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from multihead.probes.context import PoolOperation
 from multihead.probes.lookups import weight_at_offset
 from multihead.probes.measured_call import MeasuredCall
 from multihead.probes.probe import PartValues, Probe, Statistic
-from multihead.probes.statistics import NO_CONTEXT
+from multihead.probes.statistics import NO_CONTEXT, complete_statistics, possible_probes
 from multihead.probes.tile import head_indices, tile
 from multihead.record.blocks import (
     checked_slice_ends,
@@ -46,18 +46,6 @@ class OwnStatistics(dict[str, Statistic]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the statistics without the functions of probes."""
         return OwnStatistics, ({name: each.without_function() for name, each in self.items()},)
-
-
-class ChangedStatistics(NamedTuple):
-    """How statistics of a sample differ from those that were measured while the model ran.
-
-    Attributes:
-        added: name -> (heads, queries).
-        left_out: names of statistics per query.
-    """
-
-    added: dict[str, Tensor]
-    left_out: Set[str]
 
 
 @dataclass(eq=False, repr=False)
@@ -102,7 +90,7 @@ class SampleRecord:
     _per_key: dict[str, Tensor] = field(default_factory=dict)  # (heads, keys) each, over all calls
     _maps: dict[str, Tensor] = field(default_factory=dict)  # (heads, rows, columns) each
     _calls_of_maps: int = 0  # number of calls that the maps are of
-    _later: Callable[[SampleRecord], ChangedStatistics] | None = None  # see `measure_later`
+    _later: tuple[Sequence[Probe], Set[str]] | None = None  # see `measure_later`
     _added: dict[str, Tensor] = field(default_factory=dict)  # the statistics that were measured later
     _left_out: Set[str] = frozenset()  # names of statistics per query
 
@@ -199,16 +187,31 @@ class SampleRecord:
     def per_query(self) -> dict[str, Tensor]:
         """Statistics with one number per query: name -> (heads, queries)."""
         if (later := self._later) is not None:
-            self._added, self._left_out = later(self)
+            self._added, self._left_out = self._measure_in_pictures(later[0]), later[1]
+            if not self.growing_key_text.has_places:
+                self._left_out = frozenset()
             self._later = None
         found = self._per_query
         if found is None:
             found = {} if self.table is None else self.table.statistics_of(self.text_in_table)
         return {name: values for name, values in found.items() if name not in self._left_out} | self._added
 
-    def measure_later(self, measure: Callable[[SampleRecord], ChangedStatistics]) -> None:
-        """Change the statistics of the sample when they are first read."""
-        self._later = measure
+    def measure_later(self, probes: Sequence[Probe], left_out: Set[str]) -> None:
+        """Measure probes of pictures when a statistic is first read, and leave others out, if there are pictures."""
+        self._later = probes, left_out
+
+    def _measure_in_pictures(self, probes: Sequence[Probe]) -> dict[str, Tensor]:
+        """Return the statistics that need the places of keys in pictures, from q and k: name -> (heads, queries)."""
+        if not self.keeps_weights or self.cross_attention or not self.growing_key_text.has_places:
+            return {}
+        parts = []
+        for segment in self.segments:
+            request, logsumexp = self.request_of(segment)
+            context = self.growing_key_text.add_places(NO_CONTEXT, segment.key_start, segment.key_stop)
+            possible = possible_probes(probes, request, context, has_values=False)
+            found = complete_statistics(request, logsumexp, possible, context)
+            parts.append({name: value[0].cpu() for name, value in found.items()})
+        return self.join_queries(parts)
 
     @property
     def means(self) -> dict[str, Tensor]:
@@ -237,8 +240,9 @@ class SampleRecord:
         ids = None if self.cross_attention else self.text.ids
         rows = TextRows.of_text(positions, stop, ids)
         rows = replace(rows, positions=positions - first, num_keys=stop - first)
-        if self.growing_key_text.pictures is not None and (boxes := self.text.boxes) is not None:
-            rows = replace(rows, placed=boxes.picture[positions] >= 0)
+        if self.growing_key_text.has_places and not self.cross_attention:
+            assert self.growing_key_text.pictures is not None
+            rows = replace(rows, placed=self.growing_key_text.pictures.boxes.placed_at(positions))
         return MeasuredRows(rows, self.sees, self.per_query, own=self.own)
 
     def set_statistics(self, statistics: dict[str, Tensor]) -> None:

@@ -20,9 +20,10 @@ from multihead.errors.optional import require
 from multihead.files import check_writable, open_atomically
 from multihead.probes.catalogue import REPEAT_PROBES, statistic
 from multihead.probes.head_statistic import HeadStatistic
+from multihead.probes.places import PlaceTable
 from multihead.probes.probe import Probe
+from multihead.record.grey_copies import Picture
 from multihead.record.layer import RecordContents, empty_layer_error
-from multihead.record.places import Picture, PlaceTable
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.running_summary import RunningSummary
 from multihead.record.sample import SampleRecord

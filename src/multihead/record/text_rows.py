@@ -156,12 +156,16 @@ class TextRows:
                 ]
             )
 
+        placed = [
+            torch.ones_like(each.positions, dtype=torch.bool) if each.placed is None else each.placed for each in rows
+        ]
         return TextRows(
             torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]),
             torch.cat([each.positions for each in rows]),
             torch.cat([each.num_keys for each in rows]),
             occurred=occurred,
             keys_before=torch.cat(before),
+            placed=None if all(each.placed is None for each in rows) else torch.cat(placed),
         )
 
     @property

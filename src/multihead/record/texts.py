@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multihead.record.places import NO_PICTURE, Picture, PlaceTable
+from multihead.probes.context import ProbeContext
+from multihead.probes.places import NO_PICTURE, PlaceTable
+from multihead.record.grey_copies import Picture
 from multihead.record.table import number_with_noun
 
 __all__ = ["Text"]
-
-PICTURE_GROUPS = ("picture", "class", "words")
-"""The groups of the keys of a text with pictures: parts of pictures, the model's own tokens such as a class token and
-registers, and words."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +77,7 @@ class Text:
 def group_of_keys(text: Text) -> Tensor:
     """Return the group of each key of a text with places, (keys,) int64: an index in `PICTURE_GROUPS`."""
     assert text.boxes is not None
-    outside = text.boxes.picture == NO_PICTURE
-    return outside.long() * PICTURE_GROUPS.index("class" if text.ids is None else "words")
+    return text.boxes.groups(has_words=text.ids is not None)
 
 
 @dataclass(eq=False)
@@ -129,6 +126,21 @@ class GrowingText:
         if len(self._ids) > 1:
             self._ids = [torch.cat(self._ids)]
         return self._ids[0]
+
+    @property
+    def has_places(self) -> bool:
+        """Whether some token is a place in a picture."""
+        return self.pictures is not None and self.pictures.boxes.has_places
+
+    def set_pictures(self, pictures: PictureTokens) -> None:
+        """Set the places of its first tokens."""
+        self._pictures, self.find_pictures = pictures, None
+
+    def add_places(self, context: ProbeContext, start: int, stop: int) -> ProbeContext:
+        """Add the places of the tokens [start, stop), the keys of a call of this text, to the context of the call."""
+        if self.pictures is None:
+            return context
+        return self.pictures.add_places(context, start, stop, has_words=self.ids is not None)
 
     def text(self, length: int) -> Text:
         """Return the text of `length` tokens; ids or tokens of another number are left out of it."""
@@ -184,13 +196,29 @@ class PictureTokens:
         ]
         return PictureTokens(boxes, names, gaps, pictures)
 
+    def add_places(self, context: ProbeContext, start: int, stop: int, *, has_words: bool) -> ProbeContext:
+        """Add the places of the text's tokens [start, stop), the keys of a call, to the context of the call, if any.
+
+        Args:
+            context: the context.
+            start: index of the first key of the call in the text.
+            stop: index after its last key.
+            has_words: whether the tokens that come from no picture are words, not tokens of the model's own.
+        """
+        if not self.boxes.has_places:
+            return context
+        has_own = has_words or bool((self.boxes.picture == NO_PICTURE).any())
+        groups = ["picture", "words" if has_words else "class"][: 1 + has_own]
+        found = context.with_places(self.boxes.between(start, stop).reshape(1, stop - start), groups)
+        return found if self.boxes.has_cells else replace(found, places=None)
+
     def name_tokens(self, text: Text, length: int) -> Text:
         """Return a text of `length` tokens with the places and names of its picture tokens."""
         more = length - len(self.names)
         if more < 0:
             return text
         nothing: list[None] = [None] * length
-        boxes = PlaceTable.join([self.boxes, PlaceTable.without_places(more)]) if more else self.boxes
+        boxes = self.boxes.between(0, length)
         names, tokens, special = [*self.names, *nothing[:more]], text.tokens, text.special
         if tokens is None:
             if text.ids is not None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from multihead.record.places import NO_PICTURE, PlaceTable, View
-from multihead.record.texts import PICTURE_GROUPS, group_of_keys
+from multihead.probes.places import NO_PICTURE, PICTURE_GROUPS, PlaceTable, View
+from multihead.record.texts import group_of_keys
 from multihead.viewer import maps
 from multihead.viewer.offline import PackedArrays, PageFullError
 from multihead.viewer.page_types import GreyPicture, LayerDescription, PictureText, PictureView

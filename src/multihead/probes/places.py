@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -15,10 +13,9 @@ NO_PICTURE = -1
 """The `picture` of a key that depends on no picture, such as a class token, a register or a word."""
 NO_PLACE = -2
 """The `picture` of a key that depends on pictures, but on no place of its own in one."""
-
-
-LONGEST_SIDE = 640
-"""Pixels of the longer side of the copy of a picture that a record keeps, at most."""
+PICTURE_GROUPS = ("picture", "class", "words")
+"""The groups of the keys of a text with pictures: parts of pictures, the model's own tokens such as a class token and
+registers, and words."""
 
 
 class Box(NamedTuple):
@@ -73,61 +70,6 @@ class View(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
-    """A small grey copy of a picture that a model has read.
-
-    Attributes:
-        grey: (rows, columns) uint8, from black to white, with at most `LONGEST_SIDE` rows and columns.
-        width: width of the picture itself, in the pixels in which boxes are given.
-        height: its height.
-
-    >>> Picture.from_levels(torch.rand(3, 1280), 1280, 3)
-    <Picture: 1280 x 3 pixels, kept as 640 x 2>
-    """
-
-    grey: Tensor
-    width: int
-    height: int
-
-    @staticmethod
-    def from_levels(levels: Tensor, width: int, height: int, *, span: tuple[float, float] | None = None) -> Picture:
-        """Make the copy of a picture from its grey levels.
-
-        Args:
-            levels: (rows, columns), in any unit.
-            width: width of the picture in pixels.
-            height: height of the picture in pixels.
-            span: the levels of black and white; None takes the lowest and the highest.
-        """
-        levels = levels.float()
-        longest = max(levels.shape)
-        if longest > LONGEST_SIDE:
-            rows, columns = (-(-each * LONGEST_SIDE // longest) for each in levels.shape)
-            levels = torch.nn.functional.adaptive_avg_pool2d(levels[None], (rows, columns))[0]
-        levels = levels.nan_to_num(0, 0, 0)
-        low, high = (float(levels.amin()), float(levels.amax())) if span is None else span
-        grey = (levels - low) * (255 / (high - low) if high > low else 0.0)
-        return Picture(grey.clamp(0, 255).round().to(torch.uint8), width, height)
-
-    def png(self) -> bytes:
-        """Return the copy as a PNG file."""
-        rows, columns = self.grey.shape
-        lines = torch.nn.functional.pad(self.grey, (1, 0))  # each line begins with its filter, 0
-        header = struct.pack(">IIBBBBB", columns, rows, 8, 0, 0, 0, 0)  # 8 bits of grey
-        parts = {b"IHDR": header, b"IDAT": zlib.compress(lines.numpy().tobytes(), 9), b"IEND": b""}
-        chunks = (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-            for name, data in parts.items()
-        )
-        return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-    def __repr__(self) -> str:
-        """Return one line: the sizes of the picture and of the copy."""
-        rows, columns = self.grey.shape
-        return f"<Picture: {self.width} x {self.height} pixels, kept as {columns} x {rows}>"
-
-
-@dataclass(frozen=True, eq=False)
 class PlaceTable:
     """The places of the keys of an attention layer.
 
@@ -172,6 +114,30 @@ class PlaceTable:
     def has_places(self) -> bool:
         """Whether any key has a place."""
         return bool((self.picture >= 0).any())
+
+    @property
+    def has_cells(self) -> bool:
+        """Whether any key has a row and a column."""
+        return bool((self.cell[..., 0] >= 0).any())
+
+    def groups(self, *, has_words: bool) -> Tensor:
+        """Return the group of each key, an index in `PICTURE_GROUPS`: (..., keys) int64.
+
+        Args:
+            has_words: whether keys that come from no picture are words, not tokens of the model's own.
+        """
+        return (self.picture == NO_PICTURE).long() * PICTURE_GROUPS.index("words" if has_words else "class")
+
+    def placed_at(self, keys: Tensor) -> Tensor:
+        """Return whether some keys of a table of one row, given by int64 indices, have a place; none has after it."""
+        inside = (keys >= 0) & (keys < len(self.picture))
+        return inside & (self.picture[keys.clamp(0, len(self.picture) - 1)] >= 0)
+
+    def between(self, start: int, stop: int) -> PlaceTable:
+        """Return the keys [start, stop) of a table of one row; keys after its last have no place."""
+        more = max(stop - len(self.picture), 0)
+        longer = PlaceTable.join([self, PlaceTable.without_places(more)]) if more else self
+        return longer.select(slice(start, stop))
 
     @property
     def views(self) -> list[View]:
