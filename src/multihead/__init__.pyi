@@ -6,6 +6,7 @@ from multihead.interventions.ablate import ablate, scale_heads
 from multihead.interventions.importance import Importance, importance
 from multihead.interventions.means import HeadMeans, head_means
 from multihead.interventions.measures import Measure, class_logit, logit_difference
+from multihead.interventions.patch import Patching, patch
 from multihead.interventions.together import OffTogether, off_together
 from multihead.kernels.slow_paths import strict
 from multihead.layer import MultiHeadAttention
@@ -29,6 +30,7 @@ __all__ = [
     "Measure",
     "MultiHeadAttention",
     "OffTogether",
+    "Patching",
     "QKNorm",
     "Record",
     "Rotary",
@@ -55,6 +57,7 @@ __all__ = [
     "off_together",
     "pack",
     "parallel",
+    "patch",
     "places",
     "probes",
     "qk_clip_factors",

@@ -31,6 +31,7 @@ USERS = {
     "ablate": ("cli/ablate.py",),
     "importance": (
         "interventions/importance.py",
+        "interventions/patch.py",
         "interventions/together.py",
         "cli/importance.py",
         "record/head_numbers.py",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, Literal
 
@@ -387,17 +387,13 @@ class _Run:
         self._done.append(layer)
         seconds, left, count = perf_counter() - self.begun, None, sum(bool(each.heads) for each in self.layers)
         if self.batches is not None:
-            whole = sum(map(self._cost, self.layers))
-            spent = batch * whole + sum(map(self._cost, self._done))
+            cost = partial(cost_of_layer, self.layers, replayed=self.replayed)
+            whole = sum(map(cost, self.layers))
+            spent = batch * whole + sum(map(cost, self._done))
             left = seconds * (self.batches * whole - spent) / spent
         total = None if self.batches is None else self.batches * count
         done = batch * count + len(self._done)
         return EffectsOfLayer(layer.number, layer.name, batch, effects, done, total, seconds, left, self.replayed)
-
-    def _cost(self, layer: SweptLayer) -> float:
-        """Return how long the heads of a layer take, in any unit: a replay runs the layers from it on."""
-        share = 1 - self.layers.index(layer) / len(self.layers) if self.replayed else 1.0
-        return share * len(layer.heads)
 
     def result(
         self, measure: Measure, by: str, method: Method, replacement: Replacement, positions: Positions
@@ -418,6 +414,11 @@ class _Run:
             self.replayed,
             seconds,
         )
+
+
+def cost_of_layer(layers: Sequence[SweptLayer], layer: SweptLayer, *, replayed: bool) -> float:
+    """Return how long the heads of one of some layers take, in any unit: a replay runs the layers from it on."""
+    return len(layer.heads) * (1 - layers.index(layer) / len(layers) if replayed else 1.0)
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:

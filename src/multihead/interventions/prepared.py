@@ -34,6 +34,7 @@ class PreparedBatch:
         copies: number of copies in each forward pass.
         layers: the layers that ran, with the heads that are switched off.
         baseline: (texts,), the measure with all heads on, on the path and in the batch shape of the heads.
+        read: all layers that ran on one copy.
     """
 
     model: nn.Module
@@ -43,18 +44,21 @@ class PreparedBatch:
     copies: int
     layers: list[SweptLayer]
     baseline: Tensor
+    read: ReadLayers
 
-    def effects(self, replacement: Replacement, *, positions: Positions = None) -> Iterator[tuple[SweptLayer, Tensor]]:
+    def effects(
+        self, replacement: Replacement, *, positions: Positions = None, layers: Sequence[SweptLayer] | None = None
+    ) -> Iterator[tuple[SweptLayer, Tensor]]:
         """Switch off each head once; yield layer by layer the measure without each minus `baseline`, (texts, heads).
 
-        Layers of which no head is switched off are left out.
+        Layers of which no head is switched off are left out; by default all layers are swept.
         """
         if isinstance(replacement, ResampledOutput):
             replacement = replace(replacement, copies=self.copies)
         for swept in sweep_layers(
             self.replay,
             self.batch,
-            [layer for layer in self.layers if layer.heads],
+            [layer for layer in (self.layers if layers is None else layers) if layer.heads],
             lambda batch, copies: self._measure(run_batch(self.model, batch), copies),
             copies=self.copies,
             stored_copies=self.copies,
@@ -75,9 +79,11 @@ class ReadLayers:
 
     Attributes:
         found: name of a layer -> the layer, with all of its heads.
+        tokens: name of a layer -> the number of tokens of each text; without layers where it is unknown.
     """
 
     found: dict[str, SweptLayer] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, None]:
         """Add the layer of a call; the output stays as it is."""
@@ -87,7 +93,8 @@ class ReadLayers:
                 "Run the model on one process.",
             )
         try:
-            text = call.tokens.text_index
+            text, position = call.tokens
+            self.tokens[call.layer_name] = text[position >= 0].bincount().tolist()
             texts = int(text.max()) + 1 if text.numel() else 0
         except ModelError:  # which token belongs to which text is unknown
             texts = None
@@ -156,8 +163,8 @@ def prepare(
     baseline = measure.of_texts(output, batch, numbers_of_texts(batch, found))
     needed = sum(each.nbytes for each in (*_tensors_in(output), *_tensors_in([*replay.block_outputs.values()])))
     copies = 1 if one_by_one else copies_per_pass(layers, needed)
-    prepared = PreparedBatch(model, batch, measure, replay, 1, layers, baseline)
-    if copies > 1 and (repeated := _in_copies(prepared, found, output, copies)) is not None:
+    prepared = PreparedBatch(model, batch, measure, replay, 1, layers, baseline, found)
+    if copies > 1 and (repeated := _in_copies(prepared, output, copies)) is not None:
         prepared, output = repeated
     again = repeat_batch(batch, prepared.copies)
     prepared.replay.check_exactness(lambda: _tensors_in(run_batch(model, again)), _tensors_in(output))
@@ -170,16 +177,15 @@ def numbers_of_texts(batch: Any, layers: ReadLayers) -> set[int]:
     return {rows, *(layer.texts for layer in layers.found.values() if layer.texts)}
 
 
-def _in_copies(one: PreparedBatch, found: ReadLayers, expected: Any, copies: int) -> tuple[PreparedBatch, Any] | None:
+def _in_copies(one: PreparedBatch, expected: Any, copies: int) -> tuple[PreparedBatch, Any] | None:
     """Read a batch in copies, and return what was read and the output; None if the model does not read them as texts.
 
     Args:
         one: the batch, read once.
-        found: the layers that ran then.
         expected: the output then.
         copies: number of copies.
     """
-    again, replay = ReadLayers(), Replay(one.model)
+    again, replay, found = ReadLayers(), Replay(one.model), one.read
     try:
         with follow_calls(one.model, again.add), replay.store_block_outputs():
             output = run_batch(one.model, repeat_batch(one.batch, copies))
@@ -197,7 +203,7 @@ def _in_copies(one: PreparedBatch, found: ReadLayers, expected: Any, copies: int
     if not alike or not as_texts or again.found.keys() != found.found.keys():
         return None
     baseline = one.measure.of_texts(parts[0], one.batch, (len(one.baseline),))
-    return PreparedBatch(one.model, one.batch, one.measure, replay, copies, one.layers, baseline), output
+    return PreparedBatch(one.model, one.batch, one.measure, replay, copies, one.layers, baseline, found), output
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:

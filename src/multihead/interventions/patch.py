@@ -1,0 +1,503 @@
+"""`mh.patch`: put the output of each head on one text into the run on another text, and measure what that recovers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from time import perf_counter
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from multihead.errors import ArgumentError
+from multihead.errors.given import check_module
+from multihead.interventions.ablate import Positions, check_positions
+from multihead.interventions.followed import FollowedCall, follow_calls
+from multihead.interventions.heads import Head, resolve_heads
+from multihead.interventions.importance import cost_of_layer
+from multihead.interventions.means import checked_batches, run_batch
+from multihead.interventions.measures import Measure, measure_of
+from multihead.interventions.prepared import PreparedBatch, prepare
+from multihead.interventions.sweep import SweptLayer
+from multihead.locale.texts import text
+from multihead.models import huggingface
+from multihead.probes.catalogue import statistic_of_heads
+from multihead.probes.probe import SHARE_FORMAT, Statistic
+from multihead.record.head_numbers import STANDARD_ERRORS
+from multihead.record.table import HeadList, HeadOfLayer, HeadTable
+from multihead.tensors.tracing import run_uncompiled
+
+Direction = Literal["clean into corrupted", "corrupted into clean"]
+Over = Literal["heads", "heads x positions"]
+_SHARE = Statistic("recovered", number_format=SHARE_FORMAT)
+
+
+class PatchStep(NamedTuple):
+    """How far `mh.patch` is, for the caller's `progress`.
+
+    Attributes:
+        layer: number of the layer whose heads were patched.
+        position: the patched token; None for several.
+        done: number of steps that are done: one per batch, layer and, over heads x positions, position.
+        share: estimated share of the work that is done, from 0 to 1.
+        seconds: time so far.
+        seconds_left: estimated time for the work that is left.
+    """
+
+    layer: int
+    position: int | None
+    done: int
+    share: float
+    seconds: float
+    seconds_left: float
+
+
+@dataclass(frozen=True, repr=False)
+class PatchedHead(HeadOfLayer):
+    """A head, and what a patch of its output recovers.
+
+    Attributes:
+        position: the patched token; None for all that were chosen.
+        recovered: the share of the gap: 0 is the corrupted text, 1 the clean one; NaN if the gap is no gap.
+        standard_error: that of the share, by leaving out one pair at a time; NaN for one pair.
+        change: the mean over pairs of the measure with the patch minus the measure without it.
+    """
+
+    position: int | None
+    recovered: float
+    standard_error: float
+    change: float
+
+    def __str__(self) -> str:
+        error = "" if math.isnan(self.standard_error) else f" ± {_SHARE.number(self.standard_error)}"
+        token = "" if self.position is None else f" token {self.position}"
+        return f"L{self.layer} H{self.head}{token}: {_SHARE.number(self.recovered)}{error} %"
+
+    def cells(self) -> dict[str, str]:
+        """Return the head as a row of a table in a notebook."""
+        token = {} if self.position is None else {"token": str(self.position)}
+        shares = {_SHARE.heading: self.recovered, "standard error": self.standard_error}
+        return self.place_cells() | token | {name: _SHARE.number(value) for name, value in shares.items()}
+
+
+@dataclass(frozen=True, repr=False)
+class Patching:
+    """What patches of the heads of a model recover; what `mh.patch` returned.
+
+    Attributes:
+        measure: the number of each text.
+        over: "heads" or "heads x positions".
+        direction: "clean into corrupted" or "corrupted into clean".
+        layers: the layers in the order in which they first ran.
+        positions: the tokens of the last axis; None over heads.
+        clean: (pairs,) float64, the measure of the clean texts.
+        corrupted: (pairs,) float64, that of the corrupted ones.
+        patched: name of a layer -> (pairs, heads) float64, the measure with the patch of each head; over heads x
+            positions (pairs, heads, positions). NaN for a head that was not patched, and a text without the token.
+        replayed: whether the blocks before each layer were left out, with equal outputs; else the whole model ran.
+        seconds: how long it took.
+
+    >>> import torch, multihead as mh
+    >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2)
+    >>> clean, corrupted = torch.randn(2, 5, 6, 8)
+    >>> found = mh.patch(layer, clean, corrupted, mh.Measure(lambda output, batch: output.sum((1, 2)), "sum"))
+    >>> found.clean.shape, found.changes.shape
+    (torch.Size([5]), torch.Size([1, 2]))
+    """
+
+    measure: Measure
+    over: Over
+    direction: Direction
+    layers: tuple[SweptLayer, ...]
+    positions: tuple[int, ...] | None
+    clean: Tensor
+    corrupted: Tensor
+    patched: Mapping[str, Tensor]
+    replayed: bool
+    seconds: float
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs."""
+        return len(self.clean)
+
+    @property
+    def gap(self) -> float:
+        """The mean over pairs of the measure of the clean text minus that of the corrupted one."""
+        return float((self.clean - self.corrupted).mean())
+
+    @property
+    def gap_error(self) -> float:
+        """The standard error of the gap; NaN for one pair."""
+        return float((self.clean - self.corrupted).std() / self.pairs**0.5) if self.pairs > 1 else math.nan
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether the gap is more than two standard errors from 0, so that shares of it mean something."""
+        return abs(self.gap) > (0 if self.pairs == 1 else STANDARD_ERRORS * self.gap_error)
+
+    @cached_property
+    def recovered(self) -> Tensor:
+        """The share of the gap that is there with each patch: (layers, heads) float64, or (layers, heads, positions).
+
+        0 is the corrupted text and 1 the clean one, in both directions: the mean over pairs of the change from the
+        corrupted text, divided by the mean gap, of the pairs that have the token. NaN if there is no gap.
+        """
+        return self._by_layer(lambda values: self._shares(values)[0])
+
+    @cached_property
+    def standard_errors(self) -> Tensor:
+        """The standard errors of `recovered`, by leaving out one pair at a time (the jackknife); NaN for one pair."""
+        return self._by_layer(lambda values: self._shares(values)[1])
+
+    @cached_property
+    def changes(self) -> Tensor:
+        """The mean over pairs of the measure with each patch minus that without it, shaped as `recovered`."""
+        before = self.corrupted if self.direction == "clean into corrupted" else self.clean
+        return self._by_layer(lambda values: (values - _per_pair(before, values)).nanmean(0))
+
+    def _shares(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the share of each patch and its standard error: (pairs, ...) -> (...)."""
+        known = values.isfinite()
+        change = (values - _per_pair(self.corrupted, values)).masked_fill(~known, 0)
+        gap = _per_pair(self.clean - self.corrupted, values).masked_fill(~known, 0)
+        pairs = known.sum(0)
+        share = change.sum(0) / gap.sum(0)
+        without = ((change.sum(0) - change) / (gap.sum(0) - gap)).masked_fill(~known, 0)
+        squares = (without - without.sum(0) / pairs).masked_fill(~known, 0).square().sum(0)
+        error = ((pairs - 1) / pairs * squares).sqrt().masked_fill(pairs < 2, torch.nan)
+        unknown = (pairs == 0) | torch.tensor(not self.has_gap)
+        return share.masked_fill(unknown, torch.nan), error.masked_fill(unknown, torch.nan)
+
+    def _by_layer(self, of: Callable[[Tensor], Tensor]) -> Tensor:
+        rows = [of(self.patched[layer.name]) for layer in self.layers]
+        widest = max(map(len, rows))
+        ends = [(0, 0) * (row.dim() - 1) + (0, widest - len(row)) for row in rows]
+        return torch.stack([nn.functional.pad(row, end, value=torch.nan) for row, end in zip(rows, ends, strict=True)])
+
+    def heads(self, top: int | None = None) -> HeadList[PatchedHead]:
+        """Return the patched heads, over heads x positions each with its tokens, those that matter most first.
+
+        Clean into corrupted these are the largest shares, corrupted into clean the smallest ones; without a gap the
+        largest changes.
+
+        Args:
+            top: how many; None returns all.
+        """
+        found = [
+            PatchedHead(layer.number, head, layer.name, token, *(float(each[place]) for each in self._numbers))
+            for row, layer in enumerate(self.layers)
+            for head in layer.heads
+            for place, token in self._places(row, head)
+        ]
+        sign = -1 if self.direction == "clean into corrupted" else 1
+        found.sort(key=lambda each: sign * each.recovered if self.has_gap else -abs(each.change))
+        return HeadList(found[:top])
+
+    @property
+    def _numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.recovered, self.standard_errors, self.changes
+
+    def _places(self, row: int, head: int) -> list[tuple[tuple[int, ...], int | None]]:
+        """Return the places of a head in `recovered`, each with its token."""
+        if self.positions is None:
+            return [((row, head), None)]
+        return [((row, head, index), token) for index, token in enumerate(self.positions)]
+
+    def table(self, *, sort: str = "layer", top: int | None = None) -> HeadTable:
+        """Return a table with one row per head, or per head and token: the share, its standard error, and the change.
+
+        Args:
+            sort: "layer", or a column, whose largest values come first.
+            top: how many rows to keep; None keeps all.
+
+        Raises:
+            ArgumentError: there is no such column, or `top` is less than 1.
+        """
+        rows = [
+            {"layer": each.layer, "head": each.head, "name": each.name}
+            | ({} if each.position is None else {"token": each.position})
+            | {"recovered": each.recovered, "standard_error": each.standard_error, "change": each.change}
+            | {"pairs": self.pairs}
+            for each in sorted(self.heads(), key=lambda each: each.position or 0)
+        ]
+        shown = {
+            "recovered": _SHARE,
+            "standard_error": Statistic("standard_error", number_format=SHARE_FORMAT),
+            "change": Statistic("change", unit=self.measure.unit),
+        }
+        return HeadTable.from_rows(rows, sort=sort, top=top, statistics=shown)
+
+    @property
+    def statistic(self) -> Statistic:
+        """How a share is shown as a column of a record."""
+        measure = self.measure
+        return statistic_of_heads("recovered", measure.name, "%", "patch", more_is_better=measure.more_is_better)
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        """Name -> statistic of the column that `Record.add` adds, over heads."""
+        return {self.statistic.name: self.statistic} if self.over == "heads" else {}
+
+    @property
+    def by_layer(self) -> dict[str, dict[str, Tensor]]:
+        """Name of a layer -> name of a statistic -> (pairs, heads), whose mean is the share, for `Record.add`."""
+        gap = self.gap if self.has_gap else math.nan
+        return {
+            layer.name: {name: (values - _per_pair(self.corrupted, values)) / gap}
+            for layer in self.layers
+            for name, values in ((self.statistic.name, self.patched[layer.name]),)
+            if self.over == "heads"
+        }
+
+    def describe(self, lang: str = "en") -> str:
+        """Describe the result in sentences: the gap, whether there are shares of it, and how it ran.
+
+        Args:
+            lang: "en" or "zh".
+        """
+        numbers = Statistic("gap", unit=self.measure.unit)
+        values = {
+            "pairs": self.pairs,
+            "clean": numbers.text(float(self.clean.mean())),
+            "corrupted": numbers.text(float(self.corrupted.mean())),
+            "gap": numbers.text(self.gap),
+            "error": numbers.number(self.gap_error),
+        }
+        parts = ["pairs", *([] if self.has_gap else ["no gap"]), "replayed" if self.replayed else "whole"]
+        return "".join(text(f"importance.{each}", lang, **values) for each in parts)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def __repr__(self) -> str:
+        heads = sum(len(layer.heads) for layer in self.layers)
+        return f"<Patching of {heads} heads for {self.measure.name} over {self.pairs} pairs, {self.direction}>"
+
+    def _repr_html_(self) -> str:
+        return self.heads()._repr_html_()
+
+
+def _per_pair(values: Tensor, like: Tensor) -> Tensor:
+    """Return a number per pair in the shape of others: (pairs,) -> (pairs, ...)."""
+    return values.view(-1, *[1] * (like.dim() - 1)).expand(like.shape)
+
+
+def patch(
+    model: nn.Module,
+    clean: Any,
+    corrupted: Any,
+    measure: Measure | Callable[[Any, Any], Tensor] | None,
+    over: Over = "heads",
+    direction: Direction = "clean into corrupted",
+    *,
+    heads: Head | Iterable[Head] | None = None,
+    positions: Positions = None,
+    progress: Callable[[PatchStep], object] | None = None,
+) -> Patching:
+    """Put the output of each head on one text into the run on another, and return how much of the gap that recovers.
+
+    Text i of `clean` and text i of `corrupted` are a pair, and have equal numbers of tokens. The output of a head,
+    before the output projection, is replaced at each token by that of the same head at the same token of the other
+    text. The outputs of the source are kept from one run; all heads of a layer are patched in few forward passes, each
+    in a copy of the batch, and the blocks before the layer are not run again, if a replay gives equal outputs. No
+    gradients are computed.
+
+    Args:
+        model: see `mh.importance`.
+        clean: the texts on which the model does what is studied: a batch, or several, as for `mh.head_means`.
+        corrupted: texts on which it does not; as many batches and texts, each padded as it likes.
+        measure: the number of each text, see `mh.importance`; it must fit clean and corrupted texts alike.
+        over: "heads" patches all chosen tokens of a head at once, "heads x positions" each token alone: 270 heads and
+            28 tokens are 7,560 runs, and the first call of `progress` has an estimate of the time.
+        direction: "clean into corrupted": which heads are enough to bring the behaviour back; or "corrupted into
+            clean": which are needed for it.
+        heads: the heads to patch, as for `mh.ablate`; None for all.
+        positions: the tokens to patch, as for `mh.ablate`; None for all.
+        progress: called after the heads of a layer were patched, over heads x positions at each token.
+
+    Returns:
+        the recovered shares, with standard errors over pairs.
+
+    Raises:
+        ArgumentError: the texts of a pair have different numbers of tokens, or an option does not fit.
+        ModelError: see `mh.importance`.
+
+    >>> import torch, multihead as mh
+    >>> _ = torch.manual_seed(0)
+    >>> layer = mh.MultiHeadAttention(embed_dim=8, num_heads=2, bias=False)
+    >>> clean, corrupted = torch.randn(4, 6, 8) + 1, torch.randn(4, 6, 8)
+    >>> last = mh.Measure(lambda output, batch: output[:, -1].sum(1), "last", more_is_better=True)
+    >>> found = mh.patch(layer, clean, corrupted, last)
+    >>> bool(found.changes.sum() - found.gap < 1e-5)  # the heads of one layer add up
+    True
+    """
+    for name, given, known in (("over", over, Over), ("direction", direction, Direction)):
+        if given not in get_args(known):
+            raise ArgumentError(f"{name} is {given!r}.", f'Give "{get_args(known)[0]}" or "{get_args(known)[1]}".')
+    check_module(model)
+    root: nn.Module = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
+    keys = None if heads is None else resolve_heads(root, heads)
+    chosen, tokens = measure_of(root, measure), check_positions(positions)
+    batches = _batches_in_pairs(clean, corrupted)
+    forward = direction == "clean into corrupted"
+    begun, spent, done, replayed = perf_counter(), 0.0, 0, True
+    measured: tuple[list[Tensor], list[Tensor]] = ([], [])  # of sources and of targets, (pairs,) each
+    patched: dict[str, list[Tensor]] = {}  # name of a layer -> (pairs, heads, tokens) of each batch
+    layers: list[SweptLayer] = []
+    all_places: list[int | None] = []
+    with ExitStack() as stack:
+        stack.enter_context(huggingface.install(root))
+        stack.enter_context(run_uncompiled())
+        stack.enter_context(torch.no_grad())
+        checked = [checked_batches(root, each) for each in (batches if forward else batches[::-1])]
+        for source, target in zip(*checked, strict=True):
+            kept = SourceOutputs()
+            with follow_calls(root, kept.add):
+                output = run_batch(root, source)
+            prepared = prepare(root, target, chosen, keys=keys)
+            kept.check_pairs(prepared.read.tokens, clean_first=forward)
+            kept = replace(kept, copies=prepared.copies)
+            layers, replayed = prepared.layers, replayed and prepared.replay.is_exact
+            baseline = prepared.baseline.double().cpu()
+            measured[0].append(chosen.of_texts(output, source, (len(baseline),)).double().cpu())
+            measured[1].append(baseline)
+            whole = len(batches[0]) * sum(cost_of_layer(layers, each, replayed=replayed) for each in layers)
+            for layer in layers:
+                places: list[int | None] = [None]
+                if over == "heads x positions":
+                    places = kept.tokens_of(layer.name, tokens)
+                all_places = max(all_places, places, key=len)  # a shorter text has the first of them
+                values = torch.full((len(baseline), layer.num_heads, len(places)), torch.nan, dtype=torch.float64)
+                patched.setdefault(layer.name, []).append(values)
+                for index, place in enumerate(places if layer.heads else []):
+                    values[:, list(layer.heads), index] = _measured_with_patch(prepared, kept, layer, place, tokens)
+                    done, spent = done + 1, spent + cost_of_layer(layers, layer, replayed=replayed) / len(places)
+                    seconds = perf_counter() - begun
+                    if progress is not None:
+                        left = seconds * (whole / spent - 1)
+                        progress(PatchStep(layer.number, place, done, spent / whole, seconds, left))
+    of_source, of_target = map(torch.cat, measured)
+    clean_first = (of_source, of_target) if forward else (of_target, of_source)
+    seconds, numbers = perf_counter() - begun, tuple(place for place in all_places if place is not None)
+    joined = {name: _join(found, numbers) for name, found in patched.items()}
+    return Patching(chosen, over, direction, tuple(layers), numbers or None, *clean_first, joined, replayed, seconds)
+
+
+def _join(batches: Sequence[Tensor], positions: Sequence[int]) -> Tensor:
+    """Join what was measured in several batches, (pairs, heads, 1 or positions) each; NaN where a batch is shorter."""
+    if not positions:
+        return torch.cat([each[:, :, 0] for each in batches])
+    ends = [(0, len(positions) - each.shape[2]) for each in batches]
+    return torch.cat([nn.functional.pad(each, end, value=torch.nan) for each, end in zip(batches, ends, strict=True)])
+
+
+def _batches_in_pairs(clean: Any, corrupted: Any) -> list[Sequence[Any]]:
+    """Return the batches of clean texts and those of corrupted ones, as many of each."""
+    batches = [each if isinstance(each, Sequence) else [each] for each in (clean, corrupted)]
+    if len(batches[0]) != len(batches[1]):
+        raise ArgumentError(
+            f"clean has {len(batches[0])} batches, and corrupted {len(batches[1])}.",
+            "Give texts in pairs, batch by batch.",
+        )
+    return batches
+
+
+def _measured_with_patch(
+    prepared: PreparedBatch,
+    kept: SourceOutputs,
+    layer: SweptLayer,
+    position: int | None,
+    chosen: tuple[int, ...] | slice | None,
+) -> Tensor:
+    """Return the measure with the patch of each head of a layer, (pairs, heads) float64.
+
+    Args:
+        prepared: the batch of the targets.
+        kept: the outputs of the sources.
+        layer: the layer.
+        position: the token that is patched, NaN for a text that does not have it; None patches those in `chosen`.
+        chosen: the tokens that the caller chose.
+    """
+    at = chosen if position is None else (position,)
+    ((_, effects),) = prepared.effects(kept, positions=at, layers=[layer])
+    found = prepared.baseline.double().cpu()[:, None] + effects.cpu()
+    return found.where(kept.has_token(layer.name, position)[:, None], torch.nan)
+
+
+@dataclass(frozen=True, eq=False)
+class SourceOutputs:
+    """The outputs of all heads in one run, which replace those at the same tokens of the same texts in another run.
+
+    Attributes:
+        outputs: name of a layer -> (batch * queries, heads, value_dim).
+        rows: name of a layer -> (texts, tokens) int64, the row of each token in `outputs`; -1 where a text has ended.
+        copies: how many copies of the texts the other run has, one after another.
+    """
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    copies: int = 1
+    needs_tokens = True
+    description = "by that of the other text of the pair"
+
+    def add(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, None]:
+        """Keep the output of a call, (batch, heads, queries, value_dim), which stays as it is."""
+        text, position = (each.flatten() for each in call.tokens)
+        real = (position >= 0).nonzero()[:, 0]
+        text, position = text[real], position[real]
+        sizes = [int(each.max()) + 1 if len(real) else 0 for each in (text, position)]
+        rows = torch.full(sizes, -1, dtype=torch.int64, device=text.device)
+        rows[text, position] = real
+        self.outputs[call.layer_name], self.rows[call.layer_name] = output.transpose(1, 2).flatten(0, 1), rows
+        return output, None
+
+    def replace(self, call: FollowedCall, output: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """Replace the output of heads by those of the other run, see `Replacement.replace`."""
+        rows = self.rows[call.layer_name].to(output.device)
+        place = rows[call.tokens.text_index % len(rows), call.tokens.position.clamp(0, rows.shape[1] - 1)]
+        new = self.outputs[call.layer_name].to(output)[place.clamp(min=0)][:, :, heads]
+        return new.transpose(1, 2), torch.full_like(factors, torch.nan)
+
+    def tokens_of(self, layer: str, positions: tuple[int, ...] | slice | None) -> list[int | None]:
+        """Return those of some positions that the texts of a layer have, in their order."""
+        length = self.rows[layer].shape[1]
+        if positions is None or isinstance(positions, slice):
+            found = [*range(length)[positions or slice(None)]]
+        else:
+            found = [position for position in positions if position < length]
+        if not found:
+            raise ArgumentError(
+                f"No text has a token at the positions {positions}.", f"Give some from 0 to {length - 1}."
+            )
+        return [*found]
+
+    def has_token(self, layer: str, position: int | None) -> Tensor:
+        """Return which texts have a token, (texts,) bool; all for None."""
+        rows = self.rows[layer].cpu()
+        return torch.ones(len(rows), dtype=torch.bool) if position is None else rows[:, position] >= 0
+
+    def check_pairs(self, other: Mapping[str, Sequence[int]], *, clean_first: bool) -> None:
+        """Raise an ArgumentError if the texts of another run have other numbers of tokens.
+
+        Args:
+            other: name of a layer -> the number of tokens of each text in the other run.
+            clean_first: whether these outputs are those of the clean texts.
+        """
+        for name, rows in self.rows.items():
+            lengths = [(rows >= 0).sum(1).tolist(), list(other.get(name, ()))]
+            clean, corrupted = lengths if clean_first else lengths[::-1]
+            if len(clean) != len(corrupted):
+                raise ArgumentError(
+                    f"clean has {len(clean)} texts, and corrupted {len(corrupted)}, in {name}.", "Give texts in pairs."
+                )
+            for pair, (one, another) in enumerate(zip(clean, corrupted, strict=True)):
+                if one != another:
+                    raise ArgumentError(
+                        f"Pair {pair} has {one} tokens in clean and {another} in corrupted, in {name}.",
+                        "Give pairs of equal numbers of tokens, so that each token has one to be replaced by.",
+                    )
