@@ -18,6 +18,7 @@ import multihead as mh
 from multihead.cli import importance as command
 from multihead.cli import main, progress
 from multihead.models.loading import load
+from tests.viewer.page import Page
 from tests.word_models import save_word_models
 
 TEXTS = ["the key is under the door", "nobody saw the key before it", "a door is under it and", "it saw the key and a"]
@@ -140,6 +141,24 @@ def test_lines_fit_into_a_narrow_terminal_and_wide_layers_into_several_pictures(
         assert all(cell_len(line) <= columns for line in result.stdout.splitlines())
     words = {"en": ["Offtogether:", "logitdifferencefalls"], "zh": ["同时关闭", "logit差降低"]}[lang]
     assert all(each in "".join(result.stdout.split()) for each in words)
+
+
+def test_the_page_has_the_effects_the_heads_together_and_the_texts(folder: Path, tmp_path: Path) -> None:
+    args = [str(folder / "llama"), *PROMPTS, "--heads-off", "2", "--json", str(tmp_path / "heads.json")]
+    out = tmp_path / "heads.html"
+    for more, name, sums in (([], "exact", "effects"), (["--gradient"], "gradient estimate", "estimates")):
+        result = run(*args, *more, "--out", str(out))
+        assert result.stdout.rstrip().splitlines()[-1].startswith(f"The page: {out}")
+        page = Page(out)
+        numbers = page.data["important"][0]
+        rows = json.loads((tmp_path / "heads.json").read_text(encoding="utf-8"))
+        of_heads = [row for row in rows if row["set"] == "head"]
+        assert (numbers["name"], numbers["order"]) == (name, [4 * row["layer"] + row["head"] for row in of_heads])
+        together, singles, draws = numbers["together"]["rows"]
+        assert together[1] == pytest.approx(rows[8]["effect"], rel=1e-4)
+        assert singles[:2] == [f"sum of single {sums}", pytest.approx(rows[9]["effect" if not more else "estimate"])]
+        assert draws[1] == pytest.approx(sum(row["effect"] for row in rows[10:]) / 10, rel=1e-4)
+        assert {row["kind"] for row in of_heads} != {None}
 
 
 def test_heads_that_do_nothing_have_an_empty_picture_and_are_not_beyond_the_draws(folder: Path) -> None:

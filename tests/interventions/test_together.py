@@ -139,6 +139,17 @@ def test_heads_shared_with_the_draws_and_all_numbers_are_in_the_sentences() -> N
     ):
         with pytest.raises(ArgumentError, match=f"^{re.escape(sentence)}$"):
             mh.off_together(layer, texts, found, number)
+    with torch.no_grad(), mh.observe(layer) as seen:
+        layer(x)
+    for each in (found, together):
+        seen.add(each)
+    of_page = seen.statistics["effect_size_zero"].together  # type: ignore[attr-defined]
+    assert of_page.heads == tuple((0, each.head) for each in together.heads)
+    assert of_page.effects == tuple(together.effects.tolist())
+    assert sum(of_page.singles) / 2 == pytest.approx(together.sum_of_single_effects)
+    assert of_page.draws == tuple(draw.effect for draw in together.draws)
+    assert seen.layers[0].numbers["effect_size_zero"].equal(found.effects_of_texts[found.layers[0].name])
+
     estimated = mh.importance(layer, x, size, method="gradient")
     guessed = mh.off_together(layer, x, estimated, 3)
     assert [each.head for each in guessed.heads] == [

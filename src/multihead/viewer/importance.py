@@ -60,7 +60,7 @@ def _describe(record: Record, shown: HeadStatistic, lang: str) -> HeadNumbers:
         "errors": round_all_for_json(torch.cat(numbers.errors)) if texts > 1 else [],
         "hatches": hatches,
         "order": most_important(torch.cat(numbers.means), shown),
-        "together": None if shown.together is None else _describe_together(record, shown.together, lang),
+        "together": None if shown.together is None else _describe_together(record, shown, shown.together, lang),
     }
 
 
@@ -86,10 +86,13 @@ def most_important(means: Tensor, shown: HeadStatistic) -> list[int]:
     return order[: min(MOST_IMPORTANT, int(means.isfinite().sum()))]
 
 
-def _describe_together(record: Record, together: HeadsTogether, lang: str) -> OffTogetherDescription:
+def _describe_together(
+    record: Record, shown: HeadStatistic, together: HeadsTogether, lang: str
+) -> OffTogetherDescription:
     """Describe what some heads do when all of them are off, next to the sum of their effects and to random heads."""
     heads = [(layer.number, head) for layer in record.layers for head in range(layer.num_heads)]
-    rows = [("together", together.effects), ("singles", together.singles), ("draws", together.draws)]
+    singles = "estimates" if shown.what == "estimate" else "singles"
+    rows = [("together", together.effects), (singles, together.singles), ("draws", together.draws)]
     return {
         "sentence": text("viewer.important.together.about", lang, n=len(together.heads), texts=len(together.effects)),
         "heads": [heads.index(head) for head in together.heads if head in heads],
