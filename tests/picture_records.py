@@ -29,6 +29,18 @@ def encoder(layers: int = 3, heads: int = 2) -> Record:
     return seen
 
 
+def reader() -> hf.VisionEncoderDecoderModel:
+    """A ViT of 2 x 3 patches and a decoder that attends to them, both of two layers of two heads."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    encoder = hf.ViTConfig(**sizes, image_size=(8, 12), patch_size=4, initializer_range=0.5)
+    words = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "bos_token_id": 0, "eos_token_id": 1}
+    decoder = hf.GPT2Config(**words, n_positions=32, add_cross_attention=True, initializer_range=0.5)
+    both = hf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    both.decoder_start_token_id, both.pad_token_id = 0, 1
+    return hf.VisionEncoderDecoderModel(both).eval()
+
+
 class _Words:
     """A tokenizer of which every token of a prompt is called "word"."""
 

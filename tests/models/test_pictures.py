@@ -18,6 +18,7 @@ from multihead.models.loading import describe
 from multihead.models.pictures import load_processor, read_pictures
 from multihead.viewer.looking_at_pictures import opening_head
 from tests.picture_families import LANGUAGE_MODELS, random_pictures
+from tests.picture_records import reader
 
 MARKS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 TEMPLATE = (
@@ -176,6 +177,18 @@ def test_a_language_model_reads_pictures_by_its_chat_template_and_answers(qwen: 
     placed = [token for token, place in zip(text.tokens, text.boxes.picture.tolist(), strict=True) if place >= 0]
     assert placed[0] == "picture 1 r1 c1"
     assert len(seen.layers[-1].sample().calls) > 1  # the words of the answer
+
+
+def test_a_decoder_that_attends_to_patches_writes_a_text_without_a_prompt(qwen: str, tmp_path: Path) -> None:
+    reader().save_pretrained(tmp_path)
+    tokenizer = hf.AutoTokenizer.from_pretrained(qwen, pad_token="?")
+    hf.TrOCRProcessor(hf.ViTImageProcessorPil(size={"height": 8, "width": 12}), tokenizer).save_pretrained(tmp_path)
+    seen = mh.look(str(tmp_path), image=random_pictures(((30, 20),)), show=False)
+    crosses = [layer.sample() for layer in seen.layers if layer.sample().cross_attention]
+    assert [one.text.tokens[:2] for one in crosses] == [["[CLS]", "r1 c1"]] * 2
+    assert crosses[0].num_queries > 1
+    with pytest.raises(ModelError, match=r" reads pictures and no text\. Leave out the text\.$"):
+        mh.look(str(tmp_path), "a text", image=random_pictures(((30, 20),)), show=False)
 
 
 def test_models_and_texts_that_do_not_fit_pictures_are_rejected_with_one_sentence(vit: str, qwen: str) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from tests.picture_families import ENCODERS, LANGUAGE_MODELS, Family, random_pictures
+from tests.picture_records import reader
 from tests.viewer.page import Page
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -216,6 +217,18 @@ def test_the_prompt_of_a_generation_has_places_and_the_new_words_have_none() -> 
     assert (text.boxes.picture[prompt:] < 0).all()
     assert text.tokens[3:5] == ["picture 1 r1 c1", "picture 1 r1 c2"]
     assert text.tokens[21:23] == ["picture 2 r1 c1", "picture 2 r1 c2"]
+
+
+def test_the_patches_that_a_decoder_attends_to_have_places_while_it_generates() -> None:
+    model, processor = reader(), hf.ViTImageProcessorPil(size={"height": 8, "width": 12})
+    with torch.no_grad(), mh.observe(model, processor=processor) as seen:
+        pixels = processor(images=random_pictures(((30, 20),)), return_tensors="pt")["pixel_values"]
+        model.generate(pixel_values=pixels, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    crosses = [layer for layer in seen.layers if layer.sample().cross_attention]
+    assert [layer.sample().num_queries for layer in crosses] == [4, 4]
+    assert crosses[0].sample().text.tokens == ["[CLS]", *grid(2, 3)]
+    row = crosses[1].weights(1)[2, 1:].view(2, 3) * 7  # times an even spread over 7 keys
+    assert torch.equal(seen.image_weights(crosses[1].number, 1, 2), row)
 
 
 def test_equal_shapes_with_another_text_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:

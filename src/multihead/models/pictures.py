@@ -239,12 +239,12 @@ def picture_call(
         InputError: the pictures become more tokens, or there are more than the model reads.
         ModelError: the model reads no text and got one, or needs one and got none.
     """
-    takes_text = getattr(processor, "tokenizer", None) is not None
+    has_tokenizer = getattr(processor, "tokenizer", None) is not None
+    needs_text = has_tokenizer and "input_ids" in inspect.signature(loaded.model.forward).parameters
     if text is not None:
         check_text(text)
-        if not takes_text:
+        if not needs_text:
             raise ModelError(f"{loaded.title} reads pictures and no text.", "Leave out the text.")
-    needs_text = takes_text and "input_ids" in inspect.signature(loaded.model.forward).parameters
     if needs_text and text is None:
         raise ModelError(
             f"{loaded.title} reads a text with its pictures.",

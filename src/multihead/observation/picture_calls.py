@@ -256,6 +256,9 @@ class PictureCalls:
         """Take `generate` as one call of its model, because it may encode the pictures before the model runs."""
         inputs = {"input_ids": args[0]} if args and isinstance(args[0], Tensor) else {}
         inputs |= {name: value for name, value in options.items() if name in signature.parameters}
+        first = next((value for value in inputs.values() if isinstance(value, Tensor)), None)
+        if first is not None and getattr(module.config, "is_encoder_decoder", False):
+            inputs.setdefault("decoder_input_ids", first.new_zeros(len(first), 1, dtype=torch.int64))  # any word
         begin(module, (), inputs)
         try:
             return generate(*args, **options)

@@ -71,8 +71,9 @@ def look_at_pictures(
     """Run a model on pictures, and record it.
 
     A model of pictures alone reads each of them by itself, as one sample. A model that reads text too reads all
-    pictures in one prompt, and writes an answer of at most 32 tokens if it can. `progress` is called with (runs done,
-    runs expected) while the places of tokens are measured; None shows a bar if that takes over two seconds.
+    pictures in one prompt. The latter, and a model with a decoder, write at most 32 tokens if they can. `progress` is
+    called with (runs done, runs expected) while the places of tokens are measured; None shows a bar if that takes over
+    two seconds.
 
     Raises:
         InputError: the pictures become more than `max_tokens` tokens.
@@ -93,11 +94,12 @@ def look_at_pictures(
     count, model = 0, loaded.model
     with torch.no_grad(), record_calls(model, options) as record:
         with_text = tokenizer is not None and text is not None
+        writes = with_text or getattr(loaded.config, "is_encoder_decoder", False)
         for group in [images] if with_text else [[image] for image in images]:
             call = picture_call(loaded, processor, group, text, max_tokens=max_tokens - count)
             count += number_of_picture_tokens(loaded, processor, call)
             with silence_transformers():
-                if with_text and getattr(model, "can_generate", lambda: False)():
+                if writes and getattr(model, "can_generate", lambda: False)():
                     model.generate(**call, do_sample=False, max_new_tokens=_MAX_ANSWER_TOKENS)  # type: ignore[operator]
                 else:
                     model(**call)
