@@ -94,7 +94,7 @@ def test_heads_that_do_nothing_are_not_beyond_the_draws(monkeypatch: pytest.Monk
     assert together.effects.tolist() == [0, 0]
     assert (together.mean_of_draws, together.spread_of_draws, together.draws_beyond) == (0, 0, 10)
     assert together.sum_of_single_effects == pytest.approx(0, abs=1e-12)
-    assert "10 of them reach the effect" in together.describe()
+    assert "10 of them reach 0." in together.describe()
 
 
 def test_heads_shared_with_the_draws_and_all_numbers_are_in_the_sentences() -> None:
@@ -112,16 +112,16 @@ def test_heads_shared_with_the_draws_and_all_numbers_are_in_the_sentences() -> N
         return found.statistic.number(value)
 
     assert together.describe() == (
-        f"Off together: {names}, the 3 most important heads on 2 of the texts. The mean effect on the other 2 is "
+        f"Off together (3): {names}, the most important on 2 of the texts. The mean effect on the other 2 is "
         f"{shown(together.effect)} ± {shown(together.standard_error)} units. 10 random draws of as many heads of the "
         f"same layers have {shown(together.mean_of_draws)} on average, with a standard deviation of "
-        f"{shown(together.spread_of_draws)}; {together.draws_beyond} of them reach the effect of the most important "
-        "heads. 2 heads of each draw are among the most important ones, because their layers have too few others. The "
-        f"single effects of the most important heads on these texts add up to {shown(together.sum_of_single_effects)}: "
+        f"{shown(together.spread_of_draws)}; {together.draws_beyond} of them reach {shown(together.effect)}. 2 of "
+        "the heads of each draw are among the chosen ones, because their layers have too few others. The "
+        f"single effects of the chosen heads on these texts add up to {shown(together.sum_of_single_effects)}: "
         "heads hide each other, so single effects do not add."
     )
     assert together.describe("zh").startswith(
-        f"同时关闭 {names.replace(', ', '、')}，即在其中 2 段文本上最重要的 3 个头。"
+        f"同时关闭 3 个头：{names.replace(', ', '、')}，它们在其中 2 段文本上最重要。"
     )
     for number, texts, sentence in (
         (
@@ -155,7 +155,7 @@ def test_heads_shared_with_the_draws_and_all_numbers_are_in_the_sentences() -> N
     assert [each.head for each in guessed.heads] == [
         each.head for each in mh.importance(layer, x[::2], size, method="gradient").heads(3)
     ]
-    assert "The single estimates of the most important heads on these texts add up to" in guessed.describe()
+    assert "The single estimates of the chosen heads on these texts add up to" in guessed.describe()
     only = mh.importance(layer, x, size, heads=["L0 H1", "L0 H2"])
     with pytest.raises(
         ArgumentError, match=r"^3 heads .*: the model has 4, of which 2 are measured\. Give at most 2\.$"

@@ -401,7 +401,7 @@ def _print_picture(console: Console, found: Importance, lang: str) -> None:
         for label, row, error in zip(labels, effects, errors, strict=True):
             line = Text(label.ljust(margin))
             for head in part:
-                sign, shade, style = _cell(row[head], error[head], largest, found.measure.more_is_better)
+                sign, shade, style = _cell(row[head], error[head], largest)
                 line.append((sign + shade).ljust(cell), style=style)
             line.rstrip()
             console.print(line, soft_wrap=True)
@@ -417,12 +417,11 @@ def _print_picture(console: Console, found: Importance, lang: str) -> None:
     print_sentence(console, locale("common.join.sentences", lang).join(legend))
 
 
-def _cell(effect: float, error: float, largest: float, more_is_better: bool | None) -> tuple[str, str, str]:
+def _cell(effect: float, error: float, largest: float) -> tuple[str, str, str]:
     """Return the sign, the shade and the colour of a cell of the picture; blank for a head that stayed on."""
     if math.isnan(effect):
         return " ", " ", ""
     level = next((index for index in range(len(SHADES)) if abs(effect) >= largest / 2 ** (index + 1)), None)
     if level is None or not effect or abs(effect) <= 2 * error:
         return " ", NO_EFFECT, ""
-    worse = None if more_is_better is None else (effect < 0) == more_is_better
-    return "-" if effect < 0 else " ", SHADES[level], {True: "red", False: "blue", None: ""}[worse]
+    return ("-", SHADES[level], "dark_orange") if effect < 0 else (" ", SHADES[level], "bright_blue")

@@ -188,6 +188,7 @@ class OffTogether:
             "mean": shown(self.mean_of_draws),
             "spread": self.statistic.number(self.spread_of_draws),
             "beyond": self.draws_beyond,
+            "value": shown(self.effect),
             "sum": shown(self.sum_of_single_effects),
             "shared": self.shared,
         }
