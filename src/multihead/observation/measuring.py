@@ -7,11 +7,10 @@ measured for the whole batch in one more pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -27,8 +26,8 @@ from multihead.probes.catalogue import PROBES
 from multihead.probes.context import MAP_SIZE, PoolOperation, ProbeContext
 from multihead.probes.lookups import weight_at_keys
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.probe import PartValues, Probe, Statistic
-from multihead.probes.statistics import complete_statistics, parts_of_probes, possible_probes, statistics_of_call
+from multihead.probes.probe import Probe, Statistic
+from multihead.probes.statistics import parts_of_probes, statistics_of_call
 from multihead.record.batch import CallTokenIds, SampleSpans, is_among
 from multihead.record.chance import with_zero_scores
 from multihead.record.text_rows import MeasuredRows, TextRows
@@ -123,13 +122,7 @@ class StatisticsMeasurer:
         return ProbeContext(special, compared, sets, weight, map_size=self.map_size, map_pool=self.map_pool)
 
     def measure(
-        self,
-        call: AttentionCall,
-        rows: TextRows,
-        context: ProbeContext,
-        *,
-        parts: PartValues | None = None,
-        chance: Mapping[str, Tensor] = MappingProxyType({}),
+        self, call: AttentionCall, rows: TextRows, context: ProbeContext, sample_spans: SampleSpans | None = None
     ) -> MeasuredRows:
         """Measure the texts of a call: a whole batch, one text, a later call of a cache, or the queries of one rank.
 
@@ -137,54 +130,39 @@ class StatisticsMeasurer:
             call: the call.
             rows: its queries that belong to texts.
             context: inputs of the probes besides q and k; with its first key, and the number of keys before it.
-            parts: measured parts that are valid for these texts; None takes those of the call.
-            chance: name of a statistic -> its chance levels, (heads or 1, rows).
+            sample_spans: the positions of the texts, if the call is the first one of a whole batch.
 
         Returns:
-            the statistics with a number per query whose inputs the call has.
+            the statistics with a number per query whose inputs the call has, without chance levels.
         """
-        request, logsumexp = call.request, call.result.logsumexp.detach()
-        if parts is None:
-            found = statistics_of_call(call, self.probes, context)
-        else:
-            possible = possible_probes(self.probes, request, context)
-            found = complete_statistics(request, logsumexp, possible, context, parts=parts, result=call.result)
-        values = {name: rows.select(each) for name, each in found.items()}
-        return MeasuredRows(rows, rows.select(logsumexp) != -torch.inf, values, chance, self.own)
+        if sample_spans is not None and sample_spans.texts is not None and context.special_keys is not None:
+            parts = call.result.statistics
+            if SPECIAL_MASS.name in self.parts - parts.keys():
+                parts = {**parts, **_look_up_special_keys(call, sample_spans, context)}
+                call = AttentionCall(call.request, replace(call.result, statistics=parts))
+        values = {name: rows.select(each) for name, each in statistics_of_call(call, self.probes, context).items()}
+        sees = rows.select(call.result.logsumexp.detach()) != -torch.inf
+        return MeasuredRows(rows, sees, values, own=self.own)
 
-    def measure_batch(
-        self,
-        call: AttentionCall,
-        sample_spans: SampleSpans,
-        ids: CallTokenIds,
-        *,
-        windows: int = 1,
-        chance: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> MeasuredRows:
-        """Measure all texts of a call at once.
+    def context_of_batch(
+        self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds, *, windows: int
+    ) -> ProbeContext:
+        """Return the inputs of probes besides q and k with which all texts of a call can be measured at once.
 
         Args:
             call: the first call of its texts.
             sample_spans: the positions of the texts in the batch.
             ids: the token ids of the texts.
             windows: how many consecutive rows of the batch are windows of one text.
-            chance: name of a statistic -> its chance levels, (heads or 1, rows).
         """
         request = call.request
-        rows = sample_spans.rows_with_ids(ids)
         read, distinct = ids.key_ids(request), None
         if read is not None:
             text = sample_spans.sample_of_keys()
             read = read.masked_fill(text < 0, -1)
             distinct = read + text.clamp(min=0) * (int(read.max()) + 2)  # equal tokens of two texts must not match
         context = self.probe_context(request.known_origin.layer, request.shape, read, distinct=distinct)
-        context = replace(context, key_start=sample_spans.key_starts_in_text(windows))
-        parts = call.result.statistics
-        missing = self.parts - parts.keys()
-        if sample_spans.texts is not None and SPECIAL_MASS.name in missing and context.special_keys is not None:
-            parts = {**parts, **_look_up_special_keys(call, sample_spans, context)}
-        measured = self.measure(call, rows, context, parts=parts, chance=chance)
-        return measured if windows == 1 else replace(measured, rows=replace(rows, ends=rows.ends[::windows]))
+        return replace(context, key_start=sample_spans.key_starts_in_text(windows))
 
     def context_of_texts(
         self, call: AttentionCall, sample_spans: SampleSpans, texts: Sequence[TextInCall], *, first: bool
@@ -194,14 +172,14 @@ class StatisticsMeasurer:
         Args:
             call: the call, such as a step of decoding.
             sample_spans: the positions of the texts in the batch.
-            texts: the texts, each in a row of its own.
+            texts: the texts, each in a row of its own, or parts of them that differ in their queries and last keys.
             first: whether the first keys that the queries of a text see are its first keys.
 
         Returns:
             the inputs; None if a text is not there as it would be alone, or a statistic is none per query.
         """
         request, valid = call.request, sample_spans.sliceable
-        if len(texts) < 2 or len({text.span.sample for text in texts}) < len(texts) or sample_spans.texts is not None:
+        if len(texts) < 2 or sample_spans.texts is not None:
             return None
         if any(text.pictures is not None for text in texts):
             return None
@@ -229,7 +207,7 @@ class StatisticsMeasurer:
         return replace(context, first_key=first_key, key_start=keys_before[:, None, None])
 
     def measures_whole(self, request: AttentionRequest, sample_spans: SampleSpans, ids: CallTokenIds) -> bool:
-        """Whether `measure_batch` measures the texts of a call as if each were alone."""
+        """Whether the texts of a first call are measured at once as if each were alone."""
         needs_ids = bool(self.needs & {"ids", "special_keys"}) and (ids.queries is not None or ids.keys is not None)
         if needs_ids and ids.key_ids(request) is None:
             return False

@@ -340,44 +340,16 @@ class Recorder:
         state.samples = cache(lambda: new_samples(new_sample, sample_spans, ids)[::windows])
         if not whole:
             return False
-
-        def spread_evenly() -> dict[str, Tensor]:
-            chance, spread = measurer.spread_evenly(call)
-            return dict(chance.measure_batch(spread, sample_spans, ids, windows=windows).values)
-
-        read = ids.queries if measurer.needs & {"ids", "special_keys"} else None
-        contents = sample_spans.real_queries, windows, read
-        chance = self._chance_levels_of(measurer, request, contents, spread_evenly)
-        measured = measurer.measure_batch(call, sample_spans, ids, windows=windows, chance=chance)
+        rows = sample_spans.rows_with_ids(ids)
+        context = measurer.context_of_batch(call, sample_spans, ids, windows=windows)
+        measured = self._measure_with_chance(call, rows, context, state, sample_spans)
+        measured = measured if windows == 1 else replace(measured, rows=replace(rows, ends=rows.ends[::windows]))
         summary.add(measured, state.texts)
         if self._latest_counted_offset > 0:
             left = measured.waiting(self._latest_counted_offset)
             state.waiting = cache(lambda: [[each] for each in left.texts()])
         self.record.add_calls(layer, ())
         return True
-
-    def _chance_levels_of(
-        self,
-        measurer: StatisticsMeasurer,
-        request: AttentionRequest,
-        contents: tuple[object, ...],
-        measure: Callable[[], dict[str, Tensor]],
-    ) -> dict[str, Tensor]:
-        """Return the chance levels of a call, cached per forward pass for layers with the same visible keys.
-
-        Args:
-            measurer: what measures the call.
-            request: the call.
-            contents: what the chance levels depend on besides the call's mask and sizes.
-            measure: returns name of a statistic -> its chance levels, (heads or 1, rows).
-        """
-        if not self.keeps_chance:
-            return {}
-        sizes = request.shape.batch, request.shape.query_length, request.shape.key_length
-        key = (sizes, *map(content_key, (request.query_start, *contents)), *visibility_key(request))
-        if key not in self._chance_levels:
-            self._chance_levels[key] = measure()
-        return self._chance_levels[key]
 
     def _add_first_call(
         self, call: AttentionCall, state: _LayerCall, sample_spans: SampleSpans, ids: CallTokenIds
@@ -782,21 +754,31 @@ class Recorder:
         waiting[place] = [each for each in left if len(each.rows.positions)]
 
     def _measure_with_chance(
-        self, call: AttentionCall, rows: TextRows, context: ProbeContext, state: _LayerCall
+        self,
+        call: AttentionCall,
+        rows: TextRows,
+        context: ProbeContext,
+        state: _LayerCall,
+        sample_spans: SampleSpans | None = None,
     ) -> MeasuredRows:
-        """Measure rows of a call for a summary."""
-        measurer = self._measurer_of(state)
+        """Measure rows of a call for a summary, see `StatisticsMeasurer.measure`.
 
-        def spread_evenly() -> dict[str, Tensor]:
-            chance, spread = measurer.spread_evenly(call)
-            return dict(chance.measure(spread, rows, context).values)
-
+        Chance levels are kept for the layers of a forward pass with the same visible keys.
+        """
+        measurer, request = self._measurer_of(state), call.request
+        measured = measurer.measure(call, rows, context, sample_spans)
+        if not self.keeps_chance:
+            return measured
         read = context.ids, context.special_keys, context.id_before, *context.sets.values()
-        places = () if context.places is None else context.places.columns
-        contents = rows.ends, rows.places, context.key_start, context.first_key, *read, *places
-        return measurer.measure(
-            call, rows, context, chance=self._chance_levels_of(measurer, call.request, contents, spread_evenly)
-        )
+        columns = () if context.places is None else context.places.columns
+        places = rows.places if sample_spans is None else sample_spans.real_queries
+        contents = request.query_start, rows.ends, places, context.key_start, context.first_key, *read, *columns
+        sizes = request.shape.batch, request.shape.query_length, request.shape.key_length
+        key = (sizes, *map(content_key, contents), *visibility_key(request))
+        if key not in self._chance_levels:
+            of_chance, spread = measurer.spread_evenly(call)
+            self._chance_levels[key] = dict(of_chance.measure(spread, rows, context, sample_spans).values)
+        return replace(measured, chance=self._chance_levels[key])
 
     def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a copy of a request without q, k, v and the origin, on the device of the record."""
