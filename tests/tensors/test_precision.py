@@ -102,3 +102,26 @@ def numbers(model: Any, ids: Tensor) -> dict[str, float]:
     with watch:
         model(ids, use_cache=False)
     return dict(watch.numbers)
+
+
+def test_the_effects_of_heads_are_those_of_the_cpu(gpu: Gpu) -> None:
+    ids, padding = torch.randint(0, 100, (3, 12)), torch.ones(3, 12, dtype=torch.int64)
+    padding[0, 9:] = 0
+    batch = {"input_ids": ids, "attention_mask": padding}
+    right = effects(calls.llama(1, lambda tensor: tensor.float()), batch)
+    found = effects(
+        calls.llama(1, lambda tensor: to_gpu(tensor.float())), {name: to_gpu(each) for name, each in batch.items()}
+    )
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
+
+
+def effects(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
+    """Return the effects of all heads by zero and by the mean, and what patching changes."""
+    means = mh.head_means(model, [batch])
+    other = {**batch, "input_ids": batch["input_ids"].flip(1)}
+    return [
+        mh.importance(model, [batch]).effects,
+        mh.importance(model, [batch], by="mean", reference=means).effects,
+        mh.patch(model, batch, other, mh.logit_difference(3, 4)).changes,
+    ]

@@ -376,7 +376,7 @@ class _Run:
         if self.layers and [each.name for each in layers] != [each.name for each in self.layers]:
             raise ArgumentError("Two batches ran other layers of the model.", "Give batches of one kind.")
         self.layers, self.replayed, self._done = layers, self.replayed and replayed, []
-        self.baselines.append(baseline.double().cpu())
+        self.baselines.append(baseline.cpu().double())
         for layer in layers:
             nothing = torch.full((len(baseline), layer.num_heads), torch.nan, dtype=torch.float64)
             self.effects.setdefault(layer.name, []).append(nothing)
@@ -384,7 +384,7 @@ class _Run:
     def add(self, batch: int, layer: SweptLayer, measured: Tensor) -> EffectsOfLayer:
         """Add the effects of the heads of a layer that were switched off, (texts, heads)."""
         effects = self.effects[layer.name][-1]
-        effects[:, list(layer.heads)] = measured.double().cpu()
+        effects[:, list(layer.heads)] = measured.cpu().double()
         self._done.append(layer)
         seconds, left, count = perf_counter() - self.begun, None, sum(bool(each.heads) for each in self.layers)
         if self.batches is not None:

@@ -209,7 +209,7 @@ def _add_output(sums: HeadMeans, call: FollowedCall, output: Tensor) -> tuple[Te
         )
     position, name = call.tokens.position, call.layer_name
     real = position >= 0
-    vectors = output.detach().transpose(1, 2)[real].double().cpu()  # (tokens, heads, value_dim)
+    vectors = output.detach().transpose(1, 2)[real].cpu().double()  # (tokens, heads, value_dim)
     rows, least = position[real].cpu(), 0
     if sums.over == "text":
         rows, least = rows.clamp(max=1), 2

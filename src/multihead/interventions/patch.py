@@ -363,8 +363,8 @@ def patch(
             kept.check_pairs(prepared.read.tokens, clean_first=forward)
             kept = replace(kept, copies=prepared.copies)
             layers, replayed = prepared.layers, replayed and prepared.replay.is_exact
-            baseline = prepared.baseline.double().cpu()
-            measured[0].append(chosen.of_texts(output, source, (len(baseline),)).double().cpu())
+            baseline = prepared.baseline.cpu().double()
+            measured[0].append(chosen.of_texts(output, source, (len(baseline),)).cpu().double())
             measured[1].append(baseline)
             whole = len(batches[0]) * sum(cost_of_layer(layers, each, replayed=replayed) for each in layers)
             for layer in layers:
@@ -425,7 +425,7 @@ def _measured_with_patch(
     """
     at = chosen if position is None else (position,)
     ((_, effects),) = prepared.effects(kept, positions=at, layers=[layer])
-    found = prepared.baseline.double().cpu()[:, None] + effects.cpu()
+    found = prepared.baseline.cpu().double()[:, None] + effects
     return found.where(kept.has_token(layer.name, position)[:, None], torch.nan)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from multihead.tensors.precision import widen
+
 __all__ = ["kl_divergence", "likeliest_tokens", "token_losses"]
 
 _MAX_LOGITS_PER_BLOCK = 1 << 22  # logits that are converted at once: 32 MiB in float64
@@ -24,14 +26,14 @@ def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
         ids: (..., tokens), int64.
 
     Returns:
-        (..., tokens - 1), float64, nats; infinite for a token that the model excludes.
+        (..., tokens - 1), float64 (float32 on MPS), nats; infinite for a token that the model excludes.
 
     >>> token_losses(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])).exp()
     tensor([[4., 4.]], dtype=torch.float64)
     """
 
     def losses(block: Tensor, targets: Tensor) -> Tensor:
-        return -block.double().log_softmax(-1).gather(-1, targets)[..., 0]
+        return -widen(block).log_softmax(-1).gather(-1, targets)[..., 0]
 
     return _apply_in_blocks(losses, logits[..., :-1, :], ids[..., 1:, None].to(logits.device))
 
@@ -52,7 +54,7 @@ def kl_divergence(before: Tensor, after: Tensor) -> Tensor:
     """
 
     def divergences(p: Tensor, q: Tensor) -> Tensor:
-        ln_p, ln_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+        ln_p, ln_q = widen(p).log_softmax(-1), widen(q).log_softmax(-1)
         # A token with p = 0 has a term of 0, and not 0 times infinity.
         return (ln_p.exp() * (ln_p - ln_q)).masked_fill(ln_p == -torch.inf, 0).sum(-1)
 
@@ -74,7 +76,7 @@ def likeliest_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     (tensor([2, 1]), tensor(True))
     """
     found, ids = logits.topk(min(number, logits.shape[-1]))
-    return ids, (found.double() - _apply_in_blocks(lambda block: block.double().logsumexp(-1), logits)[..., None]).exp()
+    return ids, (widen(found) - _apply_in_blocks(lambda block: widen(block).logsumexp(-1), logits)[..., None]).exp()
 
 
 def _apply_in_blocks(function: Callable[..., Tensor], logits: Tensor, *others: Tensor) -> Tensor:

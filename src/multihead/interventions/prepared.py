@@ -65,7 +65,7 @@ class PreparedBatch:
             replacement=replacement,
             positions=positions,
         ):
-            yield swept.layer, (swept.result_per_head.double() - self.baseline.double()).T
+            yield swept.layer, (swept.result_per_head.cpu().double() - self.baseline.cpu().double()).T
 
     def _measure(self, output: Any, copies: int) -> Tensor:
         """Return the measure of the texts of each copy, (copies, texts)."""

@@ -346,7 +346,7 @@ def _draw(
 
 def _measured(model: nn.Module, batch: Any, measure: Measure, texts: Sequence[int]) -> Tensor:
     """Return the measure of the texts of a batch, (texts,) float64 on the CPU."""
-    return measure.of_texts(run_batch(model, batch), batch, texts).double().cpu()
+    return measure.of_texts(run_batch(model, batch), batch, texts).cpu().double()
 
 
 def _measured_without(
