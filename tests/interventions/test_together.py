@@ -123,6 +123,7 @@ def test_heads_shared_with_the_draws_and_all_numbers_are_in_the_sentences() -> N
     assert together.describe("zh").startswith(
         f"同时关闭 3 个头：{names.replace(', ', '、')}，它们在其中 2 段文本上最重要。"
     )
+    assert "single effects" not in mh.off_together(layer, x, found, 1).describe()
     for number, texts, sentence in (
         (
             4,

@@ -192,7 +192,7 @@ class OffTogether:
             "sum": shown(self.sum_of_single_effects),
             "shared": self.shared,
         }
-        parts = ["together", "draws", *(["shared"] if self.shared else []), f"sum.{self.method}"]
+        parts = ["together", "draws", *["shared"] * bool(self.shared), *[f"sum.{self.method}"] * (len(self.heads) > 1)]
         return text("common.join.sentences", lang).join(text(f"importance.{part}", lang, **values) for part in parts)
 
     def __str__(self) -> str:
