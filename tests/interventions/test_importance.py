@@ -174,7 +174,9 @@ def test_any_batching_any_replacement_and_any_memory_give_the_effects_of_ablate(
     assert last.effects.shape == (1, 4)
 
 
-def test_rows_of_several_texts_and_padding_that_a_layer_drops_are_counted_by_text() -> None:
+def test_rows_of_several_texts_and_padding_that_a_layer_drops_are_counted_by_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A copy of a batch has its own texts, also where a layer reads all texts of all copies as one row."""
     torch.manual_seed(0)
     layer = mh.MultiHeadAttention(embed_dim=8, num_heads=4).double()
@@ -196,6 +198,14 @@ def test_rows_of_several_texts_and_padding_that_a_layer_drops_are_counted_by_tex
             with torch.no_grad(), mh.ablate(model, (0, head), **options):
                 effects = of_last(model(x, lengths), None) - found.baseline
             torch.testing.assert_close(found.effects_of_texts["layer"][:, head], effects, rtol=0, atol=1e-12)
+    llama, ids = double("llama", monkeypatch), torch.arange(12)[None] * 7 % 90 + 3
+    row = {"input_ids": ids, "position_ids": torch.tensor([[*range(5), *range(7)]]), "use_cache": False}
+    alone = [{"input_ids": each} for each in ids.split([5, 7], 1)]
+    methods: tuple[Any, ...] = ("exact", "gradient")
+    for method in methods:
+        in_one_row, apart = (mh.importance(llama, each, method=method) for each in (row, alone))
+        assert in_one_row.texts == 2
+        torch.testing.assert_close(in_one_row.effects, apart.effects, rtol=0, atol=1e-12)
 
 
 def small() -> tuple[mh.MultiHeadAttention, Tensor, mh.Measure]:
