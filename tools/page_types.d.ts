@@ -581,6 +581,12 @@ interface SweepOfLayer {
   total: number;
 }
 
+/** The effect of each head as a gradient estimates it, before a sweep; None where there is no gradient. */
+interface SweepEstimates {
+  effects: (number | null)[] | null;
+  seconds: number;
+}
+
 /** The last line of a sweep. */
 interface SweepEnd {
   seconds: number;

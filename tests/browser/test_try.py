@@ -466,6 +466,22 @@ class TestTheButtons:
         labels = shown.page.eval_on_selector_all("#grid .cell", "all => all.map(one => one.ariaLabel)")
         assert all("this head off alone: ln p" in label for label in labels)
 
+    def test_estimates_come_first_by_their_name_and_exact_effects_replace_them(self, opened: Opened) -> None:
+        shown = opened()
+        estimates = shown.api("estimates", text=shown.given)["effects"]
+        hold(shown, "sweep")
+        shown.at("#sweep").click()
+        shown.at("#grid .cell.estimated").first.wait_for()
+        labels = shown.page.eval_on_selector_all("#grid .cell", "all => all.map(one => one.ariaLabel)")
+        found = [re.findall(r"by gradient estimate: ln p ([+−]?[\d.]+)", each)[0].replace("−", "-") for each in labels]
+        assert list(map(float, found)) == pytest.approx(estimates, abs=0.0051)
+        assert "Dashed: a gradient’s estimate" in shown.text("#scale")
+        shown.page.keyboard.press("Escape")
+        assert shown.text("#swept").startswith("Estimates of one gradient (")
+        shown.at("#sweep").click()
+        shown.page.wait_for_function("() => /^Each head off alone/.test(document.getElementById('swept').textContent)")
+        assert shown.at("#grid .cell.estimated").count() == 0
+
     @pytest.mark.parametrize(("peak", "memory"), [(1 << 31, " Peak memory 2,048 MiB."), (None, "")])
     def test_the_peak_memory_is_shown_where_it_is_known(
         self, opened: Opened, monkeypatch: pytest.MonkeyPatch, peak: int | None, memory: str
@@ -480,7 +496,7 @@ class TestTheButtons:
 
     def test_measuring_is_stopped(self, opened: Opened) -> None:
         shown = opened()
-        hold(shown, "sweep")
+        hold(shown, "estimates")
         shown.at("#sweep").click()
         shown.page.wait_for_function("() => document.getElementById('sweep').textContent === 'Stop'")
         shown.page.keyboard.press("Escape")

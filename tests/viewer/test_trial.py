@@ -20,6 +20,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 import multihead as mh
 from multihead.errors import InputError, ModelError
 from multihead.models.loading import LoadedModel, describe
+from multihead.tensors.threads import set_torch_threads
 from multihead.viewer import trial as trials
 from multihead.viewer.trial import Trial, load_for_trial, open_trial
 from multihead.viewer.trial_routes import TrialSite
@@ -186,6 +187,16 @@ class TestALanguageModel:
                 assert each["losses"][head] == pytest.approx(rise, abs=1e-5)
         assert 0 < last["floor_seconds"] <= last["seconds"]
 
+    def test_the_estimates_before_a_sweep_are_those_of_importance(self, language: tuple[Trial, Served]) -> None:
+        trial, served = language
+        found = json.loads(ask(served, "estimates", text=TEXT, at=4).body)
+        best = int(logits_of(trial, TEXT)[4].argmax())
+        measure = mh.Measure(lambda output, _: output.logits[:, 4].log_softmax(-1)[:, best], more_is_better=True)
+        batch = trial.read_text(TEXT, lambda: False).batch
+        estimates = mh.importance(trial.loaded.model, [batch], measure, method="gradient")
+        assert found["effects"] == pytest.approx(estimates.effects.flatten().tolist(), abs=1e-5)
+        assert max(map(abs, found["effects"])) > 1e-3
+
     def test_a_sweep_reports_no_peak_memory_where_the_system_does_not(
         self, language: tuple[Trial, Served], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -257,6 +268,7 @@ class TestALanguageModel:
             "text": {"lang": "en"},
             "change": {"heads": "1.2", "at": "2", "lang": "en"},
             "maps": {"heads": "1.2", "layer": "1", "head": "2", "sentence": "0"},
+            "estimates": {"at": "2"},
             "sweep": {"at": "2"},
             "continuation": {"heads": "1.2"},
         }
@@ -345,6 +357,7 @@ class TestAnEncoder:
             after = similarities()
         for found, expected in ((read["similarity"], before), (changed["similarity"], after)):
             np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert json.loads(ask(served, "estimates", text=SENTENCES).body)["effects"] is None
         *swept, _ = lines(ask(served, "sweep", text=SENTENCES))
         change = np.array(after) - np.array(before)
         largest = change.flat[np.abs(change).argmax()]
@@ -364,6 +377,28 @@ class TestAnEncoder:
         assert few.error.startswith("There are 2 sentences, and an encoder compares at least 3. Write each sentence in")
         with pytest.raises(ModelError, match="bert does not continue a text"):
             encoder[0].continue_text(encoder[0].read_text(SENTENCES, lambda: False), {}, lambda *_: None, lambda: False)
+
+
+@pytest.mark.parametrize(("seconds", "best", "most"), [({1: 3, 2: 2, 4: 5}, 2, 7), ({1: 0.9, 2: 22, 4: 22}, 1, 2)])
+def test_the_number_of_threads_is_that_of_the_fastest_click_and_a_slower_one_is_stopped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], best: int, most: float
+) -> None:
+    trial = Trial(load_for_trial(describe(str(folder / "llama")), device="cpu", dtype="auto"), TEXT)
+    clock = [0.0]
+    trial.read_text(TEXT, lambda: False)
+    monkeypatch.setattr(trials, "perf_counter", lambda: clock[0])
+
+    def click(run: object, factors: dict[tuple[int, int], float], token: None, is_cancelled: Any) -> None:
+        assert factors == {(1, 0): 0.0}  # a head of the middle layer
+        for _ in range(100):
+            clock[0] += seconds[torch.get_num_threads()] / 100
+            trials.raise_if_cancelled(is_cancelled)
+
+    monkeypatch.setattr(trial, "change_heads", click)
+    with set_torch_threads(4):
+        assert trial.fastest_threads() == best
+        assert torch.get_num_threads() == 4
+    assert clock[0] <= most + 0.5
 
 
 def test_a_first_text_that_is_too_short_is_an_error_before_the_heads_are_measured(folder: Path) -> None:

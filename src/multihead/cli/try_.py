@@ -70,6 +70,8 @@ def try_(
     with Steps(lang) as steps:
         steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
         found = find_model(model)
+        import torch
+
         from multihead.cli.serving import serve_in_browser
         from multihead.models.loading import describe
         from multihead.viewer.trial import load_for_trial, open_trial
@@ -81,4 +83,5 @@ def try_(
         described = describe(found, stage=show_loading)
         loaded = load_for_trial(described, device=device, dtype=dtype, stage=show_loading)
         trial = open_trial(loaded, text=text, lang=lang, show=steps.show)
+        torch.set_num_threads(trial.fastest_threads())  # threads that are begun later have this number too
     serve_in_browser(TrialSite(trial, lang), names=escape_controls(loaded.title), port=port, browser=browser, lang=lang)

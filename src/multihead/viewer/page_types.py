@@ -430,6 +430,13 @@ class SweepOfLayer(SweepEffects):
     total: int
 
 
+class SweepEstimates(TypedDict):
+    """The effect of each head as a gradient estimates it, before a sweep; None where there is no gradient."""
+
+    effects: Numbers | None
+    seconds: float
+
+
 class SweepEnd(TypedDict):
     """The last line of a sweep."""
 

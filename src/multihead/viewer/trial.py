@@ -8,10 +8,11 @@ encoder's similarities of several sentences. Each of these two tasks is a class,
 
 from __future__ import annotations
 
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
@@ -25,7 +26,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.interventions.ablate import scale_heads
+from multihead.interventions.gates import gradients_of_gates
+from multihead.interventions.measures import Measure
 from multihead.interventions.predictions import kl_divergence, likeliest_tokens, token_losses
+from multihead.interventions.replacements import ScaledOutput
 from multihead.interventions.replay import Replay
 from multihead.interventions.sweep import BatchInputs, SweptLayer, copies_per_pass, sweep_layers
 from multihead.locale.escaping import escape_controls
@@ -36,10 +40,12 @@ from multihead.models.use import use
 from multihead.observation.observe import observe
 from multihead.observation.record import Record
 from multihead.observation.textbook import add_repeated
+from multihead.probes.blocks import CancelledError
 from multihead.record.analysis.similar import affordable_queries, evenly_spaced_queries
 from multihead.record.memory_use import peak_memory_of_process
 from multihead.record.repeated import RepeatedTokens
 from multihead.record.sample import SampleRecord
+from multihead.tensors.threads import set_torch_threads
 from multihead.tensors.undo import Undo
 from multihead.viewer.levels import Array
 from multihead.viewer.looking import ShowStep, measure_on_repeated_tokens, observe_texts
@@ -49,6 +55,7 @@ from multihead.viewer.page_types import (
     PredictionChange,
     SweepEffects,
     SweepEnd,
+    SweepEstimates,
     SweepOfLayer,
     TrialChange,
     TrialModel,
@@ -278,6 +285,34 @@ class Trial:
         found = [each.blocks(head, block=block, cancelled=is_cancelled).means()[0] for each in samples]
         return as_float32(torch.stack(found))
 
+    def fastest_threads(self) -> int:
+        """Return the number of torch's threads with which a change of a head is fastest on this machine as it is now.
+
+        A number that takes longer than the best one so far is stopped between two blocks. With other programs on all
+        cores, more threads can take many times as long as one.
+        """
+        run, most = self.read_text(self.first_text, lambda: False), torch.get_num_threads()
+        layers = run.record.layers
+        if next(self.loaded.model.parameters()).device.type != "cpu" or sum(layer.num_heads for layer in layers) == 1:
+            return most
+        change = {(layers[len(layers) // 2].number, 0): 0.0}
+        best, seconds = most, math.inf
+        for count in dict.fromkeys([*(1 << power for power in range(most.bit_length())), most]):
+            begun = perf_counter()
+
+            def is_slower(latest: float = begun + seconds) -> bool:
+                return perf_counter() > latest
+
+            try:
+                with set_torch_threads(count):
+                    self.change_heads(run, change, None, is_slower)
+            except CancelledError:
+                break
+            if is_slower():
+                break
+            best, seconds = count, perf_counter() - begun
+        return best
+
     def check_token(self, run: TextRun, token: int | None) -> None:
         """Reject a token that the text does not have; None stands for the last one.
 
@@ -287,6 +322,27 @@ class Trial:
         num_tokens = run.encoded_rows[0].ids.shape[1]
         if token is not None and not 0 <= token < num_tokens:
             raise ArgumentError(f"There is no token {token}.", f"Give one from 0 to {num_tokens - 1}.")
+
+    def estimate_effects(self, run: TextRun, token: int | None, is_cancelled: IsCancelled) -> SweepEstimates:
+        """Estimate the effect of each head on a token by one gradient, before a sweep measures it.
+
+        Returns:
+            the estimates, first-order ones as of `mh.importance`, head after head; None where the task or the weights
+            of the model have no gradient.
+        """
+        begun = perf_counter()
+        self.check_token(run, token)
+        measure = self.task.differentiable_measure(run, token)
+        found: list[Tensor] = []
+        if measure is not None:
+            with suppress(ArgumentError), self._run_until_cancelled(run.replay, is_cancelled):
+                batch = {**run.batch, "use_cache": False}
+                gates = gradients_of_gates(self.loaded.model, batch, measure, ScaledOutput(), None)
+                found = [-gates.gradients[layer.name][0] for layer in run.record.layers]
+        return {
+            "effects": round_all_for_json(torch.cat(found).double()) if found else None,
+            "seconds": perf_counter() - begun,
+        }
 
     def sweep(self, run: TextRun, token: int | None, is_cancelled: IsCancelled) -> Iterator[SweepOfLayer | SweepEnd]:
         """Switch off each head once: yield one item per layer, and at the end the time in seconds."""
@@ -469,6 +525,17 @@ class _NextTokenPredictions:
             "similarity": None,
         }
 
+    def differentiable_measure(self, run: TextRun, token: int | None) -> Measure | None:
+        """Return the measure of which a gradient estimates the effects: ln p of the likeliest token after a token."""
+        place = run.predictions_before.shape[1] - 1 if token is None else token
+        best = run.predictions_before[0, place].argmax()
+
+        def log_probability(output: Any, _: Any) -> Tensor:
+            row: Tensor = output.logits[:, place].double()
+            return row.log_softmax(-1)[:, best]
+
+        return Measure(log_probability, "log_probability", "nats", more_is_better=True)
+
     def measure_effects(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
         """Return per copy the change of ln p of the likeliest token, and the loss of each token: (copies, tokens).
 
@@ -541,6 +608,10 @@ class _SentenceSimilarities:
             "others": None,
             "similarity": _cosine_similarities(predictions).tolist(),
         }
+
+    def differentiable_measure(self, run: TextRun, token: int | None) -> Measure | None:
+        """Return None: the largest of several changes has no gradient before it is known."""
+        return None
 
     def measure_effects(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
         """Return per copy the largest change of a similarity, with its sign: (copies, 1)."""

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from multihead.errors import ArgumentError, InputError
 from multihead.locale.texts import check_language
-from multihead.viewer.page_types import TrialChange
+from multihead.viewer.page_types import SweepEstimates, TrialChange
 from multihead.viewer.query_params import NotFoundError, parse_number
 from multihead.viewer.responses import floats_response, page_response
 from multihead.viewer.security import json_response
@@ -47,6 +47,7 @@ class TrialSite(WebSite):
             Route("/api/text", self.send_text),
             Route("/api/change", self.send_change),
             Route("/api/maps", self.send_maps),
+            Route("/api/estimates", self.send_estimates),
             Route("/api/sweep", self.send_sweep),
             Route("/api/continuation", self.send_continuation),
         ]
@@ -87,6 +88,15 @@ class TrialSite(WebSite):
             return self.trial.maps_before_and_after(run, factors, layer, head, row, is_cancelled)
 
         return floats_response(await self._compute_on_text(request, compute_maps))
+
+    async def send_estimates(self, request: Request) -> Response:
+        """Estimate the effect of every head by a gradient."""
+        place = _requested_token(request)
+
+        def estimate(run: TextRun, is_cancelled: IsCancelled) -> SweepEstimates:
+            return self.trial.estimate_effects(run, place, is_cancelled)
+
+        return json_response(await self._compute_on_text(request, estimate))
 
     async def send_sweep(self, request: Request) -> Response:
         """Switch off every head once, and write a line for each layer as soon as it is done."""

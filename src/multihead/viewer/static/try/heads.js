@@ -13,6 +13,7 @@ import { answers, changedHeads, commonFactor, factorOf, isOff, nameOfHead, state
 const COLOURS = ['kind', 'changed', 'effect'];
 const HIGH = 270; // pixels
 export const effectOfHead = new Map(); // index of a head -> the effect of its absence on the chosen token
+export const estimatedHeads = new Set(); // those of them whose effect is a gradient's estimate
 export const gridChoice = { colour: 'kind', kind: '', lit: 0 };
 let cells = [];
 let act = { set: _heads => {} };
@@ -126,6 +127,7 @@ export function paintGrid() {
       gridChoice.colour,
       off ? 'off' : factor !== 1 || state.heads.has(nameOfHead(head)) ? 'scaled' : '',
       gridChoice.colour !== 'kind' && !isKnown(value) ? 'none' : '',
+      gridChoice.colour === 'effect' && estimatedHeads.has(i) ? 'estimated' : '',
       gridChoice.kind && !record.allKinds[i].includes(gridChoice.kind) ? 'dim' : '',
     ]
       .filter(Boolean)
@@ -156,6 +158,8 @@ export function paintGrid() {
   kindOff();
 }
 
+const nameOfEffect = i =>
+  estimatedHeads.has(i) ? 'its estimate' : answers.model.kind === 'encoder' ? 'its effect on similarity' : 'its effect';
 function described(i) {
   const { record } = answers;
   const factor = factorOf(record.heads[i]);
@@ -168,11 +172,7 @@ function described(i) {
       : factor !== 1
         ? translate('is scaled', { factor: factorText(factor) })
         : translate('is on'),
-    isKnown(effect)
-      ? translate(answers.model.kind === 'encoder' ? 'its effect on similarity' : 'its effect', {
-          value: effectText(effect),
-        })
-      : '',
+    isKnown(effect) ? translate(nameOfEffect(i), { value: effectText(effect) }) : '',
     isKnown(distance) && state.heads.size ? translate('its maps', { value: formatPercent(distance) }) : '',
   ]
     .filter(Boolean)
@@ -227,7 +227,11 @@ function legend(end, values) {
           : [note('changed none')],
       effect: () =>
         some
-          ? [signedRamp(width, end, String), note(encoder ? 'effect legend similarity' : 'effect legend')]
+          ? [
+              signedRamp(width, end, String),
+              note(encoder ? 'effect legend similarity' : 'effect legend'),
+              ...(estimatedHeads.size ? [note('estimate legend')] : []),
+            ]
           : [note('effect none')],
     }[gridChoice.colour](),
   );

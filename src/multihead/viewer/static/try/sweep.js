@@ -1,8 +1,9 @@
-// "Which heads matter for this token?": every head alone, layer after layer as the answers arrive.
+// "Which heads matter for this token?": a gradient's estimate of every head, and then every head alone, layer after
+// layer as the answers arrive; exact effects replace the estimates.
 import { $, translate } from '../shared/dom.js';
 import { formatCount, formatSigned, isKnown } from '../shared/numbers.js';
-import { requestLines } from '../view/api.js';
-import { colourBy, effectOfHead, paintGrid } from './heads.js';
+import { requestJson, requestLines } from '../view/api.js';
+import { colourBy, effectOfHead, estimatedHeads, paintGrid } from './heads.js';
 import { answers, chosenPlace, placeAsked, queryOfState } from './state.js';
 
 const STRONGEST = 4;
@@ -16,6 +17,7 @@ export function stopSweep() {
 export function forgetEffects() {
   stopSweep();
   effectOfHead.clear();
+  estimatedHeads.clear();
   $('swept').textContent = '';
 }
 
@@ -30,7 +32,8 @@ export function sweepButton() {
 
 function largestEffects() {
   const { record } = answers;
-  const order = [...effectOfHead].sort(([, a], [, b]) => Math.abs(b) - Math.abs(a)).slice(0, STRONGEST);
+  const exact = [...effectOfHead].filter(([i]) => !estimatedHeads.has(i));
+  const order = exact.sort(([, a], [, b]) => Math.abs(b) - Math.abs(a)).slice(0, STRONGEST);
   const heads = order
     .map(([i, value]) => `${record.short(i)}\u00a0${formatSigned(value, 2) || '0'}`)
     .join(translate('join.comma'));
@@ -49,6 +52,19 @@ function summary(/** @type {SweepEnd} */ { seconds, floor_seconds, peak_mib }, /
   );
 }
 
+// Show what a gradient estimates of every head, where the model has one.
+async function showEstimates(/** @type {URLSearchParams} */ query, /** @type {AbortSignal} */ signal) {
+  /** @type {SweepEstimates} */
+  const { effects, seconds } = await requestJson(`api/estimates?${query}`, signal);
+  if (signal.aborted || !effects) return;
+  for (const [i, value] of effects.entries()) {
+    effectOfHead.set(i, value);
+    estimatedHeads.add(i);
+  }
+  $('swept').textContent = translate('estimated', { seconds: seconds.toFixed(1) });
+  paintGrid();
+}
+
 // begin(): stops what else may be computed; failed(error): shows why it ended.
 export async function runSweep(begin, failed) {
   if (control) {
@@ -61,26 +77,28 @@ export async function runSweep(begin, failed) {
   control = mine;
   const { record } = answers;
   effectOfHead.clear();
+  estimatedHeads.clear();
   colourBy('effect');
   sweepButton();
   /** @type {SweepOfLayer | null} */
   let last = null;
   /** @type {SweepEnd | null} */
   let whole = null;
+  const query = queryOfState({ heads: '', ...placeAsked(chosenPlace()) });
   try {
-    await requestLines(
-      `api/sweep?${queryOfState({ heads: '', ...placeAsked(chosenPlace()) })}`,
-      mine.signal,
-      (/** @type {SweepOfLayer | SweepEnd} */ line) => {
-        if (mine !== control) return;
-        if ('effects' in line) {
-          for (const [h, value] of line.effects.entries()) effectOfHead.set(record.index(line.layer, h), value);
-          last = line;
-          $('swept').textContent = translate('sweep progress', { done: line.done, total: line.total });
-          paintGrid();
-        } else whole = line;
-      },
-    );
+    if (answers.model.kind === 'language') await showEstimates(query, mine.signal);
+    await requestLines(`api/sweep?${query}`, mine.signal, (/** @type {SweepOfLayer | SweepEnd} */ line) => {
+      if (mine !== control) return;
+      if ('effects' in line) {
+        for (const [h, value] of line.effects.entries()) {
+          effectOfHead.set(record.index(line.layer, h), value);
+          estimatedHeads.delete(record.index(line.layer, h));
+        }
+        last = line;
+        $('swept').textContent = translate('sweep progress', { done: line.done, total: line.total });
+        paintGrid();
+      } else whole = line;
+    });
   } catch (error) {
     if (!mine.signal.aborted) failed(error);
   }
