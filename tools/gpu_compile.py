@@ -23,14 +23,8 @@ from typing import Any
 import torch
 
 from multihead.kernels.proven import code_of
-from multihead.kernels.triton.launch import (
-    CODE_ON_DEVICE,
-    KernelName,
-    Tile,
-    padded_width,
-    tile_of_keys,
-    tile_of_queries,
-)
+from multihead.kernels.triton.launch import CODE_ON_DEVICE, KernelName
+from multihead.kernels.triton.tiles import Tile, padded_width, tile_of_keys, tile_of_queries
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tools" / "on_gpu" / "compiled.json"

@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import ReduceOps
 
 from multihead.kernels.triton import launch, statistics
-from multihead.kernels.triton.launch import Tile
+from multihead.kernels.triton.tiles import Tile
 from tests.simulated_gpu import device
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "`make gpu-code` sets it, before Triton is imported."

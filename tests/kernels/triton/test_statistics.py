@@ -160,7 +160,11 @@ def test_a_kernel_that_fails_warns_once_and_torch_operators_measure(gpu: Gpu, mo
 
     monkeypatch.setitem(statistics_kernels.KERNELS, "measure_queries", fail)
     q, k = drawn(1, 2, 20, 8), drawn(1, 2, 20, 8)
-    with pytest.warns(SlowPathWarning) as warned:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(SlowPathWarning, match="does not run here"):
+            check(q, k, mask=masks.Causal())
+    with pytest.warns(SlowPathWarning) as warned:  # a warning that was an error is not the one warning
         check(q, k, mask=masks.Causal())
     (warning,) = warned
     assert str(warning.message) == (

@@ -35,17 +35,8 @@ from multihead.kernels.parts import (
     SPECIAL_MASS,
     PartName,
 )
-from multihead.kernels.triton.launch import (
-    DTYPES,
-    LARGEST_HEAD_DIM,
-    is_fast,
-    launch,
-    padded_width,
-    precision_of,
-    reason_not_to_launch,
-    tile_of_keys,
-    tile_of_queries,
-)
+from multihead.kernels.triton.launch import DTYPES, LARGEST_HEAD_DIM, launch, reason_not_to_launch
+from multihead.kernels.triton.tiles import is_fast, padded_width, precision_of, tile_of_keys, tile_of_queries
 from multihead.masks.base import KeyBounds
 from multihead.scores.bias import RelativeBias, slice_bias, values_of
 from multihead.tensors.tracing import is_captured

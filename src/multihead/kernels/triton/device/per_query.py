@@ -79,7 +79,7 @@ def _add_tile(
     largest = tl.where(is_larger, tile_most, most)
     before = total
     if not known:
-        shrink = tl.exp2(most - largest)
+        shrink = power_of_2(most - largest, fast)
         surprisal = shrink * (surprisal + tl.maximum(most - largest, -1.0e4) * total)
         before = total * shrink
         squares = squares * shrink
