@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +12,14 @@ import torch
 from torch import Tensor
 
 import multihead as mh
+from multihead.counting.batches import TextBatch
+from multihead.counting.tally import CensusTally, census_probes, replace_attention
 from multihead.kernels.proven import UNPROVEN_VARIABLE
 from multihead.observation import host_copies
 from multihead.observation.host_copies import HostCopies
+from multihead.record import running_summary
 from tests.simulated_gpu import calls
-from tests.simulated_gpu.device import Gpu, simulated_gpu, skip_where_not_simulated, to_cpu, to_gpu
+from tests.simulated_gpu.device import Gpu, begin_to_count, simulated_gpu, skip_where_not_simulated, to_cpu, to_gpu
 
 skip_where_not_simulated(module=True)
 
@@ -28,32 +32,92 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         yield gpu
 
 
-def seen_by(model: Any, ids: Tensor, keep: str, padding: Tensor | None = None) -> mh.Record:
-    with mh.observe(model, keep=keep) as seen:
-        model(ids, attention_mask=padding, use_cache=False)
+def seen_by(model: Any, ids: Any, keep: Any, padding: Tensor | None = None, *, steps: int = 0) -> mh.Record:
+    """Record a text, and steps of decoding after it; specials are known, whose weights are measured in the same way."""
+    caches = importlib.import_module("transformers.cache_utils")
+    cache = caches.DynamicCache(config=model.config) if steps else None
+    with mh.observe(model, keep=keep, special_ids=(3, 5, 7)) as seen:
+        model(ids, attention_mask=padding, past_key_values=cache, use_cache=steps > 0)
+        for step in range(steps):
+            one = torch.ones(len(ids), 1, dtype=torch.int64, device=ids.device)
+            padding = None if padding is None else torch.cat([padding, one], 1)
+            model(ids[:, step : step + 1], attention_mask=padding, past_key_values=cache)
     return seen
 
 
-@pytest.mark.parametrize("keep", ["statistics", "cpu", "device"])
-def test_a_record_has_the_statistics_of_the_cpu(gpu: Gpu, keep: str) -> None:
-    ids = torch.randint(0, 100, (2, 30))
-    padding = torch.ones(2, 30, dtype=torch.int64)
-    padding[0, 20:] = 0
-    right = seen_by(calls.llama(2, lambda values: values), ids, keep, padding)
-    model = calls.llama(2)
-    seen_by(model, to_gpu(ids), keep, to_gpu(padding))  # plans
-    gpu.counts.launches.clear()
-    seen = seen_by(model, to_gpu(ids), keep, to_gpu(padding))
-    assert gpu.counts.launches["measure_queries"] == 2
-    for layer, exact in zip(seen.layers, right.layers, strict=True):
-        for sample, of_cpu in zip(layer.samples, exact.samples, strict=True):
-            assert sample.statistics.keys() == of_cpu.statistics.keys()
-            for name, value in of_cpu.statistics.items():
-                got = to_cpu(sample.statistics[name])
-                if value.is_floating_point():
-                    torch.testing.assert_close(got.double(), value.double(), atol=2e-2, rtol=2e-2, msg=name)
-                else:  # two keys whose weights are equal in bfloat16 may change places
-                    assert (got != value).double().mean() <= 0.05, name
+def given(*, padded: bool) -> tuple[Tensor, Tensor | None]:
+    """The ids of two texts, one of which has special tokens, and the padding before the other."""
+    ids = torch.randint(10, 100, (2, 30), generator=torch.Generator().manual_seed(0))
+    ids[1, [4, 9]] = torch.tensor([3, 5])
+    return ids, (torch.arange(30) >= torch.tensor([[10], [0]])).long() if padded else None
+
+
+def check_close(got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert got.keys() == right.keys()
+    for name, value in right.items():
+        torch.testing.assert_close(to_cpu(got[name]).double(), value.double(), atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(("keep", "padded"), [("statistics", True), ("cpu", False), ("cpu", True), ("device", True)])
+def test_a_record_of_decoding_is_that_of_the_cpu(gpu: Gpu, keep: str, padded: bool) -> None:
+    ids, padding = given(padded=padded)
+    right = seen_by(calls.llama(1, lambda values: values), ids, keep, padding, steps=3)
+    model = calls.llama(1)
+    seen_by(model, to_gpu(ids), keep, to_gpu(padding), steps=1)  # plans
+    begin_to_count()
+    seen = seen_by(model, to_gpu(ids), keep, to_gpu(padding), steps=3)
+    assert gpu.counts.launches["measure_queries"] == 4 + 1  # the first call does not know yet that one launch suffices
+    assert gpu.counts.reads["event"] == 0
+    for sample, of_cpu in zip(seen.layers[0].samples, right.layers[0].samples, strict=True):
+        check_close(sample.statistics, of_cpu.statistics)
+        assert sample.text.ids is not None
+        assert torch.equal(sample.text.ids, of_cpu.text.ids)
+        check_close({"logsumexp": sample.logsumexp.all_rows()}, {"logsumexp": of_cpu.logsumexp.all_rows()})
+        if keep != "statistics":
+            check_close({"weights": sample.weights()}, {"weights": of_cpu.weights()})
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_summary_adds_what_has_arrived_and_is_that_of_the_cpu(
+    gpu: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+    padded: bool,
+) -> None:
+    monkeypatch.setattr(host_copies, "MOST_COPIES", 3)
+    monkeypatch.setattr(running_summary, "MIN_ADDED_ROWS", 40)
+    ids, padding = given(padded=padded)
+    right = seen_by(calls.llama(1, lambda values: values), ids, "summary", padding, steps=4).layers[0]
+    seen = seen_by(calls.llama(1), to_gpu(ids), "summary", to_gpu(padding), steps=4).layers[0]
+    summary, exact = seen.running_summary, right.running_summary
+    assert summary is not None
+    assert exact is not None
+    assert len(summary._names) > 0  # some rows were added to make room
+    assert len(summary._pending) > 0
+    assert [each.device.type for each in (summary.bins, *summary.sums)] == ["cpu"] * 11
+    for of in ("mean", "p95", "max"):
+        check_close(seen.summary(of), right.summary(of))
+    check_close(summary.sums._asdict(), exact.sums._asdict())
+    assert seen.kinds == right.kinds
+
+
+def test_a_watch_and_a_census_of_a_gpu_are_those_of_the_cpu(gpu: Gpu) -> None:
+    ids, padding = given(padded=True)
+    numbers, strongest = [], []
+    for model, put in ((calls.llama(1, lambda values: values), Tensor.clone), (calls.llama(1), to_gpu)):
+        watch = mh.Watch(model, every=1)
+        for _ in range(2):
+            with watch:
+                model(put(ids), attention_mask=put(padding), use_cache=False)
+        numbers.append({name: torch.tensor(number) for name, number in watch.numbers.items()})
+        texts = {number: row.numpy() for number, row in enumerate((ids[0, 10:], ids[1], ids[0]))}
+        probes = census_probes(("entropy", "previous_mass"))
+        with replace_attention(model), CensusTally.measure_model(model, probes, (), 2) as tally:
+            for batch in ([0, 1], [2]):
+                tally.add_batch(TextBatch.pad_texts(texts, batch))
+        strongest.append(tally.layers[0])
+    check_close(numbers[1], numbers[0])
+    check_close(strongest[1].sums._asdict(), strongest[0].sums._asdict())
+    assert torch.equal(strongest[1].strongest.query_position, strongest[0].strongest.query_position)
 
 
 def test_a_record_can_be_pickled_before_its_copies_have_arrived(gpu: Gpu) -> None:
@@ -73,12 +137,12 @@ def test_tensors_side_by_side_are_one_copy_and_a_full_ring_waits_for_the_oldest(
     key = whole[2:6].view(torch.int64)
     gpu.counts.reads.clear()
     given = [whole[6:12].view(2, 3), key, whole[13:20:2]]
-    found, arrive = copies.copy(given)
+    found, _ = copied = copies.copy(given)
     assert len(copies._under_way) == 1
     assert gpu.counts.reads.total() == 0
     copies.copy([to_gpu(torch.ones(40))])
     assert gpu.counts.reads.total() == 1  # there was no room
-    arrive()
+    copied.arrive()
     assert gpu.counts.reads.total() == 1
     for tensor, copied in zip(given, found, strict=True):
         assert torch.equal(copied, to_cpu(tensor))

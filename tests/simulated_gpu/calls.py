@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ import multihead as mh
 from multihead import masks
 from multihead.kernels.proven import UNPROVEN_VARIABLE
 from multihead.models.mask_functions import padding_mask
-from tests.simulated_gpu.device import OnGpu, count, count_frames, simulated_gpu, to_gpu
+from tests.simulated_gpu.device import OnGpu, begin_to_count, count, count_frames, simulated_gpu, to_gpu
 
 FILE = Path(__file__).with_name("counts.json")
 LAYERS = (1, 2)  # models of two sizes, whose difference is what a layer takes
@@ -141,12 +142,38 @@ def used_with_cache(model: Any, ids: Tensor, padding: Tensor | None) -> Callable
     return lambda: model(ids, attention_mask=padding)
 
 
-def observed(model: Any, ids: Tensor, padding: Tensor | None) -> Callable[[], object]:
-    def call() -> None:
-        with mh.observe(model, keep="statistics"):
-            model(ids, attention_mask=padding, use_cache=False)
+def observed(keep: str) -> Callable[..., Callable[[], object]]:
+    """Return what observes a model."""
 
-    return call
+    def make(model: Any, ids: Tensor, padding: Tensor | None) -> Callable[[], object]:
+        def call() -> None:
+            with mh.observe(model, keep=keep):
+                model(ids, attention_mask=padding, use_cache=False)
+
+        return call
+
+    return make
+
+
+def decoding(keep: str | None) -> Callable[..., Callable[[], object]]:
+    """Return what decodes one token after a text, of which the step alone is counted; without `keep`, unobserved."""
+
+    def make(model: Any, ids: Tensor, padding: Tensor | None) -> Callable[[], object]:
+        if keep is None:
+            mh.use(model)
+
+        def call() -> None:
+            cache = importlib.import_module("transformers.cache_utils").DynamicCache(config=model.config)
+            with nullcontext() if keep is None else mh.observe(model, keep=keep):
+                model(ids, attention_mask=padding, past_key_values=cache)
+                one = torch.ones(len(ids), 1, dtype=torch.int64, device=ids.device)
+                longer = None if padding is None else torch.cat([padding, one], 1)
+                begin_to_count()
+                model(ids[:, :1], attention_mask=longer, past_key_values=cache)
+
+        return call
+
+    return make
 
 
 def layer_calls() -> dict[str, tuple[Callable[..., Callable[[], object]], int, str | None]]:
@@ -156,17 +183,34 @@ def layer_calls() -> dict[str, tuple[Callable[..., Callable[[], object]], int, s
         "a layer used, padded": (used, 2, "right"),
         "a layer used, padded on the left": (used, 2, "left"),
         "a layer used, with a cache": (used_with_cache, 2, None),
-        **observed_layer_calls(),
+        "a step used": (decoding(None), 8, None),
+        "a step used, padded on the left": (decoding(None), 2, "left"),
+        **layer_calls_of_operators(),
     }
 
 
 def observed_layer_calls() -> dict[str, tuple[Callable[..., Callable[[], object]], int, str | None]]:
     """Return observed layers, as `layer_calls` does."""
     return {
-        "a layer observed, 1 sample": (observed, 1, None),
-        "a layer observed, 8 samples": (observed, 8, None),
-        "a layer observed, padded on the left": (observed, 2, "left"),
-        "a layer observed, padded": (observed, 2, "right"),
+        **layer_calls_of_operators(),
+        "a layer observed, with q and k, padded": (observed("cpu"), 2, "right"),
+        "a layer observed, summary": (observed("summary"), 8, None),
+        "a layer observed, summary, padded": (observed("summary"), 2, "right"),
+        "a step observed": (decoding("statistics"), 8, None),
+        "a step observed, padded on the left": (decoding("statistics"), 2, "left"),
+        "a step observed, with q and k": (decoding("cpu"), 8, None),
+        "a step observed, summary": (decoding("summary"), 8, None),
+        "a step observed, summary, padded on the left": (decoding("summary"), 2, "left"),
+    }
+
+
+def layer_calls_of_operators() -> dict[str, tuple[Callable[..., Callable[[], object]], int, str | None]]:
+    """Return the observed layers that are counted without our kernels too, as `layer_calls` does."""
+    return {
+        "a layer observed, 1 sample": (observed("statistics"), 1, None),
+        "a layer observed, 8 samples": (observed("statistics"), 8, None),
+        "a layer observed, padded on the left": (observed("statistics"), 2, "left"),
+        "a layer observed, padded": (observed("statistics"), 2, "right"),
     }
 
 

@@ -210,7 +210,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Event:
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.at = 0.0
 
     def record(self, *_: Any) -> None:
@@ -286,6 +286,8 @@ def _patches(gpu: Gpu) -> Iterator[Any]:
     for name, value in of_cuda.items():
         if gpu.device == CUDA:
             yield mock.patch.object(torch.cuda, name, value)
+    if gpu.device == MPS:
+        yield mock.patch.object(torch, "Event", _Event)  # of the loop of `generate`
     yield mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True)
     yield mock.patch.object(torch, "tensor", _made_by(torch.tensor))
     yield mock.patch.object(torch, "as_tensor", _made_by(torch.as_tensor))
@@ -476,13 +478,17 @@ def _drop_caches() -> None:
 # ---- counting
 
 
+def begin_to_count() -> None:
+    """Count from here."""
+    _gpu().counts = Counts()
+
+
 def count(call: Callable[[], object]) -> dict[str, int]:
-    """Return launches, host reads and copies of the second call of a function."""
-    gpu = _gpu()
+    """Return launches, host reads and copies of the second call of a function, from where it begins to count."""
     call()
-    gpu.counts = Counts()
+    begin_to_count()
     call()
-    return gpu.counts.totals
+    return _gpu().counts.totals
 
 
 def count_frames(call: Callable[[], object], *, before: int = 0) -> int:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import masks
+from multihead.counting.batches import TextBatch
+from multihead.counting.tally import CensusTally, census_probes, replace_attention
 from tests.simulated_gpu import calls
 from tests.simulated_gpu.device import MPS, Gpu, simulated_gpu, skip_where_not_simulated, to_cpu, to_gpu
 
@@ -86,6 +88,27 @@ def means(model: Any, keep: Any, ids: Tensor, padding: Tensor) -> dict[str, Tens
         longer = torch.cat([padding, torch.ones_like(padding[:, :1])], 1)
         model(ids[:, :1], attention_mask=longer, past_key_values=first.past_key_values)
     return {name: to_cpu(value) for name, value in seen.layers[0].means().items()}
+
+
+def test_a_census_and_generated_texts_have_the_means_of_the_cpu(gpu: Gpu) -> None:
+    ids = torch.randint(1, 100, (2, 12))
+    texts = {number: row.numpy() for number, row in enumerate(ids)}
+    found: list[dict[str, Tensor]] = []
+    for model, move in (
+        (calls.llama(1, lambda tensor: tensor.float()), lambda tensor: tensor),
+        (calls.llama(1, lambda tensor: to_gpu(tensor.float())), to_gpu),
+    ):
+        with mh.observe(model, keep="statistics") as seen:
+            model.generate(move(ids), max_new_tokens=2, do_sample=False, pad_token_id=0)
+        probes = census_probes(("entropy", "previous_mass"))
+        with replace_attention(model), CensusTally.measure_model(model, probes, (), examples=1) as tally:
+            tally.add_batch(TextBatch.pad_texts(texts, [0, 1]))
+        sums = tally.layers[0]
+        of_census = {f"census: {name}": value for name, value in sums.summary("mean").items()}
+        found.append({**seen.layers[0].means(), **of_census, "text": sums.strongest.text_index.double()})
+    assert found[1].keys() == found[0].keys()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, atol=1e-4, rtol=1e-4, msg=name)
 
 
 def test_a_watch_has_the_numbers_of_the_cpu(gpu: Gpu) -> None:

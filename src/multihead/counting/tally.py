@@ -166,31 +166,41 @@ class LayerSums(RunningSummary):
         name: the layer's qualified name.
         examples: number of strongest examples that are kept per row.
         current_batch: the batch of texts on which the model runs now.
-        strongest: the strongest examples of each row.
     """
 
     name: str = field(kw_only=True)
     examples: int = field(kw_only=True)
     current_batch: CurrentBatch = field(kw_only=True)
-    strongest: StrongestExamples = field(init=False)
+    _strongest: StrongestExamples = field(init=False)
     takes_batches: ClassVar[bool] = True
 
-    def _keep_examples(self, values: Tensor, counted: Tensor, measured: MeasuredRows) -> None:
+    @property
+    def strongest(self) -> StrongestExamples:
+        """The strongest examples of each row."""
+        self._add_pending()
+        return self._strongest
+
+    def context_of_rows(self) -> TextBatch:
+        """Return the batch of the rows that are added now."""
+        return self.current_batch.batch
+
+    def _keep_examples(self, values: Tensor, counted: Tensor, measured: MeasuredRows, context: object) -> None:
         """Keep the strongest examples of a batch of whole texts, whose largest keys were measured too.
 
         Raises:
             ModelError: the rows are not the tokens of the batch.
         """
-        batch = self.current_batch.batch
+        batch = context
+        assert isinstance(batch, TextBatch)
         if values.shape[2] != batch.num_tokens:
             raise ModelError(
                 f"{self.name} reads {values.shape[2]} tokens, and the texts of the batch have {batch.num_tokens}.",
                 "Give a model whose layers read each token of a text once, or choose other layers.",
             )
-        if not hasattr(self, "strongest"):
-            self.strongest = StrongestExamples.empty(len(self.bins), self.examples)
+        if not hasattr(self, "_strongest"):
+            self._strongest = StrongestExamples.empty(len(self._bins), self.examples)
         values = values.masked_fill(~counted, -torch.inf)
-        self.strongest.add(values, batch, measured.values[LARGEST_KEY.name])
+        self._strongest.add(values, batch, measured.values[LARGEST_KEY.name])
 
 
 @dataclass(eq=False)

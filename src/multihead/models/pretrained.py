@@ -233,13 +233,16 @@ class InputTracker:
         batch, *others = next((model.newest_inputs.batch_sizes for model in self._models_around(name)), ()) or (rows,)
         return 1 if not self.is_running or not batch or rows in others or rows % batch else max(rows // batch, 1)
 
-    def tokens_until_query(self, name: str, request: AttentionRequest, key_offset: int) -> Tensor | None:
+    def tokens_until_query(
+        self, name: str, request: AttentionRequest, key_offset: int, on_cpu: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor | None:
         """Return which tokens up to the last query of a Hugging Face call are not padding.
 
         Args:
             name: the qualified name of the layer.
             request: the call.
             key_offset: position of the call's first key in the sequence.
+            on_cpu: returns a tensor on the CPU, where the result is then; None: it is on the device of the call.
 
         Returns:
             (batch, tokens) bool, whose last `queries` columns are the queries of the call; None if unknown.
@@ -249,7 +252,9 @@ class InputTracker:
             return None
         stop = min(key_offset + int(request.query_start) + shape.query_length, tokens.shape[1])
         # All layers of a pass get the same tensor, so that nobody compares its values to find that out.
-        return (tokens if stop == tokens.shape[1] else tokens[:, :stop]).to(shape.device)
+        tokens = tokens if on_cpu is None else on_cpu(tokens)
+        tokens = tokens if stop == tokens.shape[1] else tokens[:, :stop]
+        return tokens.to(shape.device) if on_cpu is None else tokens
 
     def are_texts_known(self, name: str, request: AttentionRequest) -> bool:
         """Whether it is known which queries of a layer belong to which text.

@@ -1,8 +1,8 @@
 """Copy tensors from a GPU to the CPU without waiting: a call that is observed goes on while its statistics arrive.
 
 Tensors that a kernel wrote side by side are copied together, on a stream of their own, to pinned memory, from which
-they move to memory of the record when it is read. Pinned memory is limited: when it is full, the oldest copy is
-awaited.
+they move to memory of the record when it is read. Pinned memory is limited, and so is the number of copies: when there
+are more, the oldest one is awaited.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 MOST_BYTES = 256 << 20  # pinned memory of copies that nobody has awaited
+MOST_COPIES = 2048  # copies that nobody has awaited, such as those of steps of decoding
 
 
 @dataclass(eq=False)
@@ -26,12 +28,16 @@ class _Copy:
         pinned: the pinned memory that receives it.
         target: the memory of the record, filled when the copy is awaited.
         event: what the stream reaches after the copy.
+        size: number of bytes.
+        make_room: called after the numbers have arrived because there was no room for more copies.
     """
 
     source: Tensor
     pinned: Tensor
     target: Tensor
     event: torch.cuda.Event
+    size: int
+    make_room: Callable[[], None] | None = None
     arrived: bool = False
 
     def arrive(self) -> None:
@@ -43,6 +49,27 @@ class _Copy:
             del self.source, self.pinned
 
 
+class Copied(NamedTuple):
+    """Tensors of a GPU that are copied to the CPU.
+
+    Attributes:
+        tensors: the tensors on the CPU, which are filled when `arrive` returns.
+        copies: the copies that fill them, of which the last one began last.
+    """
+
+    tensors: list[Tensor]
+    copies: list[_Copy]
+
+    def arrive(self) -> None:
+        """Wait until the tensors are filled."""
+        for copy in self.copies:
+            copy.arrive()
+
+    def when_full(self, make_room: Callable[[], None]) -> None:
+        """Call a function after the tensors were filled because there was no room for more copies."""
+        self.copies[-1].make_room = make_room
+
+
 @dataclass(eq=False)
 class HostCopies:
     """The copies of an observed model that are under way."""
@@ -51,12 +78,8 @@ class HostCopies:
     _bytes: int = 0
     _stream: torch.cuda.Stream | None = None
 
-    def copy(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begin to copy tensors of one GPU to the CPU.
-
-        Returns:
-            the tensors on the CPU, and a function that waits until they are filled.
-        """
+    def copy(self, tensors: Sequence[Tensor]) -> Copied:
+        """Begin to copy tensors of one GPU to the CPU."""
         groups: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             groups.setdefault(_address(tensor), []).append(tensor)
@@ -70,19 +93,19 @@ class HostCopies:
                 numbers = copy.target.view(tensor.dtype)
                 found[id(tensor)] = torch.as_strided(numbers, tensor.size(), tensor.stride(), place)
 
-        def arrive() -> None:
-            for copy in copies:
-                copy.arrive()
-
-        return [found[id(tensor)] for tensor in tensors], arrive
+        return Copied([found[id(tensor)] for tensor in tensors], copies)
 
     def _begin(self, source: Tensor) -> _Copy:
         """Begin to copy contiguous bytes, after the work that writes them."""
         size = source.numel()
-        while self._under_way and (self._under_way[0].arrived or self._bytes + size > MOST_BYTES):
+        while self._under_way and (
+            self._under_way[0].arrived or self._bytes + size > MOST_BYTES or len(self._under_way) >= MOST_COPIES
+        ):
             oldest = self._under_way.popleft()
-            self._bytes -= oldest.target.numel()
+            self._bytes -= oldest.size
             oldest.arrive()
+            if oldest.make_room is not None:
+                oldest.make_room()
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         pinned, event = pinned_bytes(size), torch.cuda.Event()
@@ -91,7 +114,7 @@ class HostCopies:
             pinned.copy_(source, non_blocking=True)
             event.record(self._stream)
         target = torch.empty(-(-size // 8) * 8, dtype=torch.uint8)  # read as int64 too
-        copy = _Copy(source, pinned, target, event)
+        copy = _Copy(source, pinned, target, event, size)
         self._under_way.append(copy)
         self._bytes += size
         return copy

@@ -22,12 +22,13 @@ from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
 from multihead.kernels.parts import SPECIAL_MASS, TOKENS_MASS, PartName
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.positions import SampleSpan
+from multihead.observation.shared import SharedByLayers
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import MAP_SIZE, PoolOperation, ProbeContext
 from multihead.probes.lookups import weight_at_keys
 from multihead.probes.measured_call import MeasuredCall
-from multihead.probes.probe import Probe, Statistic
-from multihead.probes.statistics import parts_of_probes, statistics_of_call
+from multihead.probes.probe import PartValues, Probe, Statistic
+from multihead.probes.statistics import measure_parts_on_gpu, parts_of_probes, possible_probes, statistics_of_call
 from multihead.record.batch import CallTokenIds, SampleSpans, is_among
 from multihead.record.chance import with_zero_scores
 from multihead.record.text_rows import MeasuredRows, TextRows
@@ -133,7 +134,7 @@ class StatisticsMeasurer:
             sample_spans: the positions of the texts, if the call is the first one of a whole batch.
 
         Returns:
-            the statistics with a number per query whose inputs the call has, without chance levels.
+            the statistics with a number per query whose inputs the call has, on the CPU, without chance levels.
         """
         if sample_spans is not None and sample_spans.texts is not None and context.special_keys is not None:
             parts = call.result.statistics
@@ -142,6 +143,8 @@ class StatisticsMeasurer:
                 call = AttentionCall(call.request, replace(call.result, statistics=parts))
         values = {name: rows.select(each) for name, each in statistics_of_call(call, self.probes, context).items()}
         sees = rows.select(call.result.logsumexp.detach()) != -torch.inf
+        if not sees.is_cpu:
+            values, sees = {name: each.cpu() for name, each in values.items()}, sees.cpu()
         return MeasuredRows(rows, sees, values, own=self.own)
 
     def context_of_batch(
@@ -165,7 +168,13 @@ class StatisticsMeasurer:
         return replace(context, key_start=sample_spans.key_starts_in_text(windows))
 
     def context_of_texts(
-        self, call: AttentionCall, sample_spans: SampleSpans, texts: Sequence[TextInCall], *, first: bool
+        self,
+        call: AttentionCall,
+        sample_spans: SampleSpans,
+        texts: Sequence[TextInCall],
+        *,
+        first: bool,
+        fewest: int = 2,
     ) -> ProbeContext | None:
         """Return the inputs of probes besides q and k with which several texts of a call can be measured at once.
 
@@ -174,12 +183,13 @@ class StatisticsMeasurer:
             sample_spans: the positions of the texts in the batch.
             texts: the texts, each in a row of its own, or parts of them that differ in their queries and last keys.
             first: whether the first keys that the queries of a text see are its first keys.
+            fewest: with fewer texts they are measured one by one.
 
         Returns:
             the inputs; None if a text is not there as it would be alone, or a statistic is none per query.
         """
         request, valid = call.request, sample_spans.sliceable
-        if len(texts) < 2 or sample_spans.texts is not None:
+        if len(texts) < fewest or sample_spans.texts is not None:
             return None
         if any(text.pictures is not None for text in texts):
             return None
@@ -205,6 +215,45 @@ class StatisticsMeasurer:
         context = self.probe_context(request.known_origin.layer, request.shape, ids)
         first_key = None if first else -keys_before
         return replace(context, first_key=first_key, key_start=keys_before[:, None, None])
+
+    def parts_of_step(
+        self,
+        call: AttentionCall,
+        sample_spans: SampleSpans,
+        texts: Sequence[TextInCall],
+        shared: SharedByLayers,
+        *,
+        first: bool,
+    ) -> PartValues | None:
+        """Measure the parts of texts of a call on its GPU, such as a step of decoding, in one launch, without waiting.
+
+        Args:
+            call: the call.
+            sample_spans: the positions of the texts in the batch, on the CPU.
+            texts: the texts.
+            shared: what the layers of the pass share.
+            first: whether the first keys that the queries of a text see are its first keys.
+
+        Returns:
+            part -> (batch, heads, queries), valid for each text; None if a text is not a row as it would be alone, or
+            a statistic is computed from other parts.
+        """
+        request, shape = call.request, call.request.shape
+
+        def find_inputs() -> ProbeContext | None:
+            whole = [(row, 0, shape.query_length, shape.key_length) for row in range(shape.batch)]
+            spans = [(span.sample, *span.queries, span.keys[1]) for span, *_ in texts]
+            if spans != whole or any(text.is_window for text in texts):
+                return None
+            found = self.context_of_texts(call, sample_spans, texts, first=first, fewest=1)
+            if found is None or not isinstance(found.first_key, Tensor):
+                return found
+            return replace(found, first_key=found.first_key.to(shape.device))
+
+        inputs = shared.once(f"inputs of {id(self)}", sample_spans, find_inputs)
+        if inputs is None:
+            return None
+        return measure_parts_on_gpu(call, parts_of_probes(possible_probes(self.probes, request, inputs)), inputs)
 
     def measures_whole(self, request: AttentionRequest, sample_spans: SampleSpans, ids: CallTokenIds) -> bool:
         """Whether the texts of a first call are measured at once as if each were alone."""

@@ -36,6 +36,7 @@ from multihead.models import pretrained
 from multihead.models.coverage import whole_model_advice
 from multihead.models.generation import GeneratedPass, GeneratedText
 from multihead.models.pretrained import KNOWN_TEXTS, WHOLE_MASK, InputTracker
+from multihead.observation.from_device import CallOnItsWay, QkOnTheirWay, StepOnItsWay
 from multihead.observation.held import HeldPart, add_to_summary, append_parts, held_parts, parts_of_rows
 from multihead.observation.host_copies import HostCopies
 from multihead.observation.layer_filter import LayerFilter
@@ -43,6 +44,7 @@ from multihead.observation.layer_names import LayerNamer
 from multihead.observation.measuring import StatisticsMeasurer, TextInCall
 from multihead.observation.picture_calls import PictureCalls
 from multihead.observation.record import Record
+from multihead.observation.shared import SharedByLayers
 from multihead.probes.catalogue import PROBES, needs_pictures
 from multihead.probes.context import ProbeContext
 from multihead.probes.probe import PartValues, Probe
@@ -62,6 +64,7 @@ from multihead.record.batch import (
     WaitingCall,
     has_arrived,
     hide_padding_queries,
+    is_among,
     new_samples,
     restore_dropped_keys,
     slice_call,
@@ -74,12 +77,14 @@ from multihead.record.sample import OwnStatistics, RecordedCall, SampleRecord
 from multihead.record.segments import Segment, copy_contiguous
 from multihead.record.split import LayerPartOfRank, TokensOfRank
 from multihead.record.text_rows import MeasuredRows, TextRows
-from multihead.record.text_table import RowsInTensor
+from multihead.record.text_table import LaterRows, RowsInTensor
 from multihead.record.texts import PictureTokens
 from multihead.scores.bias import values_of, with_values
 from multihead.tensors.shapes import AttentionShape
 
 Keep = Literal["cpu", "device", "statistics", "summary"]
+ChanceLevels: TypeAlias = dict[object, dict[str, Tensor]]
+"""Mask and sizes of a call -> its chance levels: name of a statistic -> (heads or 1, rows)."""
 TokensOnRank: TypeAlias = list[tuple[tuple[int, int], slice]]
 """Tokens of this rank in a range of a split sequence: positions in the range, [first, stop); indices on the rank."""
 
@@ -101,7 +106,8 @@ class _LayerCall:
         samples: returns the records of the samples; without their calls if only a summary is kept.
         texts: the samples in the layer's summary; None if there is no summary.
         waiting: returns for each sample the rows of its calls so far that may count in a summary only because of a
-            later key; empty before the first call.
+            later key, lists that grow.
+        chance_levels: the chance levels of the calls of its pass.
         key_starts: returns the position of each sample's first key in the sequence, (samples,) int64; (1,) with 0 until
             the first call of the samples is recorded.
         num_keys: returns the number of keys of each sample in its windows so far, (samples,) int64; (1,) with 0 before
@@ -121,6 +127,7 @@ class _LayerCall:
     samples: Callable[[], list[SampleRecord]] = list
     texts: OpenTexts | None = None
     waiting: Callable[[], list[list[MeasuredRows]]] = list
+    chance_levels: ChanceLevels = field(default_factory=dict)
     key_starts: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
     num_keys: Callable[[], Tensor] = lambda: torch.zeros(1, dtype=torch.int64)
     in_pictures: bool = False
@@ -169,7 +176,8 @@ class Recorder:
     _namer: LayerNamer = field(init=False)
     _copies: HostCopies = field(default_factory=HostCopies)
     _newest_sample_spans: SampleSpans | None = None  # the samples of the previous call in this pass
-    _chance_levels: dict[object, dict[str, Tensor]] = field(default_factory=dict)  # chance levels, by mask
+    _shared: SharedByLayers = field(default_factory=SharedByLayers)  # what the layers of this pass share
+    _chance_levels: ChanceLevels = field(default_factory=dict)  # of this pass
     _gathered_ids: tuple[Tensor, Tensor] | None = None  # the ids of this rank and of all ranks of a split sequence
     _warned_of_unknown_texts: bool = False
 
@@ -219,8 +227,7 @@ class Recorder:
         if caller is None or id(caller.layer) not in self.measurer.names or self.inputs.is_aside:
             return
         if self._namer.begins_pass():
-            self._newest_sample_spans = None
-            self._chance_levels.clear()
+            self._newest_sample_spans, self._shared, self._chance_levels = None, SharedByLayers(), {}
         name = self._namer.name_call(request, caller.layer)
         layer = self._record_of_layer(name, request)
         is_selected = self.layer_filter is None or self.layer_filter.matches(name, layer.number)
@@ -246,6 +253,7 @@ class Recorder:
         if cross_attention and not request.mask.uses_positions:
             call = _number_queries_of_cross_attention(call, previous, read)
         state = _LayerCall.from_call(call, layer, offset, cross_attention=cross_attention)
+        state.chance_levels = self._chance_levels
         if previous is not None:
             state.continue_call(previous, is_window=self._namer.is_further_window)
         if is_selected:
@@ -336,18 +344,35 @@ class Recorder:
             )
         new_sample = self._sample_factory(layer.name, cross_attention=state.cross_attention)
         summary.cross_attention |= state.cross_attention or not sample_spans.text_rows.end_with_their_keys
-        state.texts = summary.begin_texts(len(sample_spans.spans) // windows)
+        state.texts = texts = summary.begin_texts(len(sample_spans.spans) // windows)
+        none_wait: list[list[MeasuredRows]] = [[] for _ in texts.begun]
+        state.waiting = lambda: none_wait
         state.samples = cache(lambda: new_samples(new_sample, sample_spans, ids)[::windows])
         if not whole:
             return False
         rows = sample_spans.rows_with_ids(ids)
-        context = measurer.context_of_batch(call, sample_spans, ids, windows=windows)
-        measured = self._measure_with_chance(call, rows, context, state, sample_spans)
-        measured = measured if windows == 1 else replace(measured, rows=replace(rows, ends=rows.ends[::windows]))
-        summary.add(measured, state.texts)
-        if self._latest_counted_offset > 0:
-            left = measured.waiting(self._latest_counted_offset)
-            state.waiting = cache(lambda: [[each] for each in left.texts()])
+
+        def measure(call: AttentionCall) -> MeasuredRows:
+            context = measurer.context_of_batch(call, sample_spans, ids, windows=windows)
+            measured = self._measure_with_chance(call, rows, context, state, sample_spans)
+            return measured if windows == 1 else replace(measured, rows=replace(rows, ends=rows.ends[::windows]))
+
+        latest, parts = self._latest_counted_offset, None
+        if request.shape.device.type == "cuda":
+            parts = self._parts_of_batch(call, sample_spans, ids, measurer.probes)
+        if parts is None:
+            measured = measure(call)
+            summary.add(measured, state.texts)
+            if latest > 0:
+                left = measured.waiting(latest)
+                state.waiting = cache(lambda: [[each] for each in left.texts()])
+        else:
+            on_way = CallOnItsWay.begin(call, parts, sample_spans.request, self._copies)
+            later = cache(lambda: measure(on_way.awaited()))
+            arrive = summary.add_later(lambda: [(later(), 0)], len(rows.positions), state.texts)
+            on_way.copied.when_full(arrive)
+            if latest > 0:
+                state.waiting = cache(lambda: [[each] for each in later().waiting(latest).texts()])
         self.record.add_calls(layer, ())
         return True
 
@@ -374,11 +399,7 @@ class Recorder:
         if self.record.statistics:  # a user-defined function may raise an error, so it runs now
             batch.statistics  # noqa: B018
         if self._keeps_qk:
-            fresh = request.known_origin.qk_computed_for_call
-            batch.q = KeptRows.keep(
-                request.q, lambda: sample_spans.text_rows.places, device, layer=layer.name, fresh=fresh
-            )
-            batch.k = KeptRows.keep(request.k, lambda: sample_spans.key_places, device, layer=layer.name, fresh=fresh)
+            batch.q, batch.k = self._keep_qk(request, sample_spans, layer.name)
         # Tensors in the caller's mask may change later, so they are sliced now; lengths of texts were copied.
         if (request.mask if sample_spans.texts is None else request.mask.without_documents()).holds_tensors:
             batch.slice_requests()
@@ -386,6 +407,22 @@ class Recorder:
         state.samples = lambda: begun.samples
         self.record.add_calls(layer, [begun])
         return True
+
+    def _keep_qk(self, request: AttentionRequest, sample_spans: SampleSpans, name: str) -> tuple[LaterRows, LaterRows]:
+        """Keep the rows of q and k of the samples of a call of the layer `name`, on the device of the record."""
+        device, fresh = self._device_of_record(request), request.known_origin.qk_computed_for_call
+        kept = None
+        if request.shape.device.type == "cuda" and not (fresh and self.keep == "device"):
+            kept = QkOnTheirWay.begin(request.q, request.k, device, self._copies)
+        if kept is not None:
+            return (
+                kept.rows_at(lambda: sample_spans.text_rows.places, keys=False),
+                kept.rows_at(lambda: sample_spans.key_places, keys=True),
+            )
+        return (
+            KeptRows.keep(request.q, lambda: sample_spans.text_rows.places, device, layer=name, fresh=fresh),
+            KeptRows.keep(request.k, lambda: sample_spans.key_places, device, layer=name, fresh=fresh),
+        )
 
     def _copy_measured(
         self, parts: PartValues, logsumexp: Tensor, device: torch.device
@@ -395,8 +432,9 @@ class Recorder:
             on_cpu = parts if logsumexp.device.type == "cpu" else {part: value.cpu() for part, value in parts.items()}
             return on_cpu, logsumexp.to(device), has_arrived
         stays = device == logsumexp.device
-        copied, arrive = self._copies.copy([*parts.values(), *(() if stays else (logsumexp,))])
-        return dict(zip(parts, copied, strict=False)), logsumexp if stays else copied[-1], arrive
+        copied = self._copies.copy([*parts.values(), *(() if stays else (logsumexp,))])
+        on_cpu = dict(zip(parts, copied.tensors, strict=False))
+        return on_cpu, logsumexp if stays else copied.tensors[-1], copied.arrive
 
     def _begin_texts(self, layer: LayerRecord, samples: list[SampleRecord]) -> list[SampleRecord]:
         """Append texts to a layer, whose rows are appended to its table call by call; return their samples."""
@@ -504,20 +542,19 @@ class Recorder:
 
     def _find_samples(self, request: AttentionRequest, *, cross_attention: bool) -> SampleSpans:
         """Find the spans of the samples in a call; reuse the spans of the previous call if they are equal."""
-        keys = None if request.origin is None else request.origin.key_places
+        keys, on_cpu = None if request.origin is None else request.origin.key_places, self._shared.on_cpu
         real, padding = None, None
         if keys is not None and request.known_origin.input_places is not None:
             keys = None  # the model has left padding out
         if request.position_in_sequence is not None and request.position_in_sequence.lengths is not None:
-            token = torch.arange(request.shape.query_length, device=request.shape.device)
-            real = token < request.position_in_sequence.lengths[:, None]
+            real = torch.arange(request.shape.query_length) < on_cpu(request.position_in_sequence.lengths)[:, None]
         elif request.origin is not None and request.origin.unpadded_queries is not None:
-            real = request.origin.unpadded_queries
+            real = on_cpu(request.origin.unpadded_queries)
             if request.origin.is_cross_attention is False and request.shape.key_length == request.shape.query_length:
                 padding = real
         elif keys is not None:
-            padding = keys.padding
-            before = self.inputs.tokens_until_query(self.measurer.module_name(request), request, keys.offset)
+            padding = None if keys.padding is None else on_cpu(keys.padding)
+            before = self.inputs.tokens_until_query(self.measurer.module_name(request), request, keys.offset, on_cpu)
             unseen = 0 if before is None else before.shape[1] - request.shape.query_length
             real = before[:, unseen:] if before is not None and unseen else before
         return self._shared_spans(request, real, padding, one_text=cross_attention)
@@ -534,14 +571,18 @@ class Recorder:
 
         Args:
             request: the call.
-            real: (batch, queries) bool, False for padding; None if unknown.
-            padding: (batch, keys) bool, False for padding; None if unknown.
+            real: (batch, queries) bool on the CPU, False for padding; None if unknown.
+            padding: (batch, keys) bool on the CPU, False for padding; None if unknown.
             one_text: whether a row is one text, whatever the mask separates: keys are not the tokens of the queries.
         """
         newest = self._newest_sample_spans
         if newest is None or not newest.fits_call(request, real, padding, one_text=one_text):
-            bare, texts = self._request_without_tensors(request, request.shape.device), request.mask.row_texts
-            newest = SampleSpans(bare, None if one_text else texts, real, padding, one_text=one_text)
+            of_device = self._request_without_tensors(request, request.shape.device)
+            bare = of_device if request.shape.device.type == "cpu" else self._request_on_cpu(of_device)
+            texts = None if one_text else bare.mask.row_texts
+            newest = SampleSpans(bare, texts, real, padding, one_text=one_text)
+            if bare is not of_device:
+                newest.of_device = of_device
             self._newest_sample_spans = newest
         return newest
 
@@ -553,7 +594,8 @@ class Recorder:
         name = self.measurer.module_name(request)
         queries = keys = None
         lengths = None if continued is None else continued.lengths
-        if lengths is None or not bool((lengths < shape.query_length).any()):  # else it is unknown which are padding
+        # else it is unknown which are padding
+        if lengths is None or not bool((self._shared.on_cpu(lengths) < shape.query_length).any()):
             queries = self.inputs.inputs_of_queries(name).ids
             keys = self.inputs.encoder_inputs(name).ids if cross_attention else None
         if queries is not None:
@@ -586,11 +628,33 @@ class Recorder:
             return None
         missing = parts - measured.keys()
         if missing:
-            more = measure_token_parts(call, missing, ids.special_keys(call.request, self.measurer.special_ids))
+            read = ids.key_ids(call.request) if self.measurer.special_ids else None
+            special = None
+            if read is not None:
+                special = self._shared.once("special", read, lambda: self._special_among(read, call.request))
+            more = measure_token_parts(call, missing, special)
             if more is None:
                 return None
             measured = {**measured, **more}
+            if call.request.shape.device.type == "cuda":
+                self.requested_statistics = frozenset()  # one launch measures them and those that need more
         return measured
+
+    def _special_among(self, ids: Tensor, request: AttentionRequest) -> Tensor:
+        """Return which token ids are special, bool on the device of a call."""
+        return is_among(ids, self.measurer.special_ids).to(request.shape.device)
+
+    def _request_on_cpu(self, request: AttentionRequest) -> AttentionRequest:
+        """Return a request without q, k and v whose other tensors are on the CPU."""
+        start, bias = request.query_start, request.bias
+        return replace(
+            request,
+            mask=self._shared.mask_on_cpu(request.mask),
+            query_start=self._shared.on_cpu(start) if isinstance(start, Tensor) else start,
+            bias=None if bias is None else with_values(bias, values_of(bias).cpu()),
+            sinks=None if request.sinks is None else request.sinks.cpu(),
+            shape=request.shape._replace(device=torch.device("cpu")),
+        )
 
     def _add_samples(
         self, call: AttentionCall, state: _LayerCall, sample_spans: SampleSpans, ids: CallTokenIds
@@ -616,11 +680,18 @@ class Recorder:
             text = samples[place].growing_key_text
             pictures = text.pictures if state.in_pictures else None
             texts.append(TextInCall(span, key_start, text.ids, is_window, pictures))
-        first = state.is_first or state.is_further_window or windows > 1
-        if layer.running_summary is not None:
+        first, summary = state.is_first or state.is_further_window or windows > 1, layer.running_summary
+        if summary is not None:
+            assert state.texts is not None
+            on_way = self._begin_step(call, state, sample_spans, texts, first=first)
+            if on_way is not None:
+                step = partial(self._rows_of_step, on_way, state, sample_spans, texts, first=first)
+                later = summary.add_later(lambda: self._rows_to_add(state, places, step()), len(texts), state.texts)
+                on_way.copied.when_full(later)
+                return
             rows = self._measure_rows(call, state, sample_spans, texts, first=first)
-            for place, measured in zip(places, rows, strict=True):
-                self._add_to_summary(layer.running_summary, state, place, measured)
+            for measured, place in self._rows_to_add(state, places, rows):
+                summary.add(measured, state.texts, first=place)
             return
         records = self._record_texts(call, state, sample_spans, texts, first=first)
         for place, recorded in zip(places, records, strict=True):
@@ -640,6 +711,10 @@ class Recorder:
 
         With `first`, the first keys that the queries of a text see are its first keys.
         """
+        on_way = self._begin_step(call, state, sample_spans, texts, first=first)
+        if on_way is not None:
+            yield from self._record_step(call.request, on_way, state, sample_spans, texts)
+            return
         measurer, device = self._measurer_of(state), self._device_of_record(call.request)
         together, caller = measurer.context_of_texts(call, sample_spans, texts, first=first), call.request.known_origin
         values = {} if together is None else statistics_of_call(call, measurer.probes, together)
@@ -662,7 +737,75 @@ class Recorder:
                 copy_contiguous(request.q, device) if keeps else None,
                 request.k if keeps else None,
                 start,
+                device,
             )
+
+    def _begin_step(
+        self,
+        call: AttentionCall,
+        state: _LayerCall,
+        sample_spans: SampleSpans,
+        texts: Sequence[TextInCall],
+        *,
+        first: bool,
+    ) -> CallOnItsWay | None:
+        """Measure texts of a call of a GPU, such as a step of a cache, in one launch, and begin to copy what it found.
+
+        Args:
+            call: the call.
+            state: the call, as the layer has it.
+            sample_spans: the positions of its texts.
+            texts: the texts.
+            first: whether the first keys that the queries of a text see are its first keys.
+
+        Returns:
+            the call on the CPU; None on another device, and where it has to be waited for.
+        """
+        request = call.request
+        if request.shape.device.type != "cuda" or (self._keeps_qk and request.q.dtype != request.k.dtype):
+            return None
+        parts = self._measurer_of(state).parts_of_step(call, sample_spans, texts, self._shared, first=first)
+        if parts is None:
+            return None
+        self.requested_statistics = frozenset()  # one launch has measured all, with the first keys of the texts
+        return CallOnItsWay.begin(call, parts, sample_spans.request, self._copies)
+
+    def _record_step(
+        self,
+        request: AttentionRequest,
+        on_way: CallOnItsWay,
+        state: _LayerCall,
+        sample_spans: SampleSpans,
+        texts: Sequence[TextInCall],
+    ) -> Iterator[RecordedCall]:
+        """Return what a record keeps of each text of a step on a GPU, whose numbers are read later."""
+        step = StepOnItsWay(on_way, self._measurer_of(state).probes, texts)
+        device, new = self._device_of_record(request), request.shape.query_length
+        kept = None
+        if self._keeps_qk:
+            kept = QkOnTheirWay.begin(request.q, request.k[:, :, -new:], device, self._copies)
+        for text in texts:
+            alone, start = _slice_text(on_way.without_parts, sample_spans, text)
+            segment = Segment(self._request_without_tensors(alone.request, device), start)
+            q, k = (None, None) if kept is None else kept.rows_of(text.span.sample)
+            yield RecordedCall(segment, *step.rows_of(text.span), q, k, segment.key_stop - new, device)
+
+    def _rows_of_step(
+        self,
+        on_way: CallOnItsWay,
+        state: _LayerCall,
+        sample_spans: SampleSpans,
+        texts: Sequence[TextInCall],
+        *,
+        first: bool,
+    ) -> list[MeasuredRows]:
+        """Wait for a step on a GPU, and return the rows of each text for a summary."""
+        call = on_way.awaited()
+        context = self._measurer_of(state).context_of_texts(call, sample_spans, texts, first=first, fewest=1)
+        assert context is not None
+        rows = _rows_of_texts(call, texts)
+        found = self._measure_with_chance(call, rows, context, state, knows_first_keys=True).texts()
+        return self._with_ids_so_far(found, state, texts)
 
     def _measure_rows(
         self,
@@ -674,6 +817,9 @@ class Recorder:
         first: bool,
     ) -> list[MeasuredRows]:
         """Measure texts of a call for a summary, all at once if possible, and return the rows of each."""
+        on_way = self._begin_step(call, state, sample_spans, texts, first=first)
+        if on_way is not None:
+            return self._rows_of_step(on_way, state, sample_spans, texts, first=first)
         together = self._measurer_of(state).context_of_texts(call, sample_spans, texts, first=first)
         if together is not None:
             found = self._measure_with_chance(call, _rows_of_texts(call, texts), together, state).texts()
@@ -684,6 +830,12 @@ class Recorder:
                 context = self._context_of_probes(text, alone.request.shape, start, caller, first=first)
                 rows = _rows_of_text(alone, 0 if text.is_window else start, context)
                 found.append(self._measure_with_chance(alone, rows, context, state))
+        return self._with_ids_so_far(found, state, texts)
+
+    def _with_ids_so_far(
+        self, found: list[MeasuredRows], state: _LayerCall, texts: Sequence[TextInCall]
+    ) -> list[MeasuredRows]:
+        """Return the rows of each text with the token ids of its keys, if that decides which of them count."""
         if state.cross_attention or all(probe.counted != "repeated" for probe in self.measurer.probes):
             return found
         return [
@@ -731,27 +883,27 @@ class Recorder:
                 append_parts(sample, parts, text.ids)
             self.record.add_calls(layer, [(sample, index) for sample in samples for index in range(len(sample.calls))])
 
-    def _add_to_summary(self, summary: RunningSummary, state: _LayerCall, place: int, measured: MeasuredRows) -> None:
-        """Add rows of the text number `place` of a batch to a summary, and its earlier rows that count because of them.
+    def _rows_to_add(
+        self, state: _LayerCall, places: Sequence[int], rows: Iterable[MeasuredRows]
+    ) -> Iterator[tuple[MeasuredRows, int]]:
+        """Yield the rows of texts that a summary adds, with their text: also earlier ones that count because of them.
 
         Args:
-            summary: the summary of the layer.
             state: the call of the whole batch.
-            place: number of the text in the batch.
-            measured: the rows.
+            places: numbers of the texts in the batch.
+            rows: the rows of each text.
         """
-        assert state.texts is not None
-        summary.add(measured, state.texts, first=place)
         latest = self._latest_counted_offset
-        if latest <= 0 or not len(measured.rows.num_keys):
-            return
-        waiting = state.waiting() or [[] for _ in range(state.texts.num_queries.shape[1])]
-        state.waiting = lambda: waiting
-        grown = [each.with_num_keys(int(measured.rows.num_keys[-1])) for each in waiting[place]]
-        for each in grown:
-            summary.add(each, state.texts, first=place)
-        left = [each.waiting(latest) for each in (*grown, measured)]
-        waiting[place] = [each for each in left if len(each.rows.positions)]
+        for place, measured in zip(places, rows, strict=True):
+            yield measured, place
+            if latest <= 0 or not len(measured.rows.num_keys):
+                continue
+            waiting = state.waiting()
+            grown = [each.with_num_keys(int(measured.rows.num_keys[-1])) for each in waiting[place]]
+            for each in grown:
+                yield each, place
+            left = [each.waiting(latest) for each in (*grown, measured)]
+            waiting[place] = [each for each in left if len(each.rows.positions)]
 
     def _measure_with_chance(
         self,
@@ -760,13 +912,17 @@ class Recorder:
         context: ProbeContext,
         state: _LayerCall,
         sample_spans: SampleSpans | None = None,
+        *,
+        knows_first_keys: bool = False,
     ) -> MeasuredRows:
         """Measure rows of a call for a summary, see `StatisticsMeasurer.measure`.
 
-        Chance levels are kept for the layers of a forward pass with the same visible keys.
+        Chance levels are kept for the layers of a forward pass with the same visible keys. `knows_first_keys`: the
+        parts of the call were measured with the first keys of the context.
         """
-        measurer, request = self._measurer_of(state), call.request
-        measured = measurer.measure(call, rows, context, sample_spans)
+        measurer, request, levels = self._measurer_of(state), call.request, state.chance_levels
+        known = replace(context, first_key=None) if knows_first_keys else context
+        measured = measurer.measure(call, rows, known, sample_spans)
         if not self.keeps_chance:
             return measured
         read = context.ids, context.special_keys, context.id_before, *context.sets.values()
@@ -775,20 +931,24 @@ class Recorder:
         contents = request.query_start, rows.ends, places, context.key_start, context.first_key, *read, *columns
         sizes = request.shape.batch, request.shape.query_length, request.shape.key_length
         key = (sizes, *map(content_key, contents), *visibility_key(request))
-        if key not in self._chance_levels:
+        if key not in levels:
             of_chance, spread = measurer.spread_evenly(call)
-            self._chance_levels[key] = dict(of_chance.measure(spread, rows, context, sample_spans).values)
-        return replace(measured, chance=self._chance_levels[key])
+            levels[key] = dict(of_chance.measure(spread, rows, context, sample_spans).values)
+        return replace(measured, chance=levels[key])
 
     def _request_without_tensors(self, request: AttentionRequest, device: torch.device) -> AttentionRequest:
         """Return a copy of a request without q, k, v and the origin, on the device of the record."""
         bias, keeps = request.bias, self._keeps_qk
-        if bias is not None and not keeps and not bool((values_of(bias) == -torch.inf).any()):
-            bias = None  # of the bias only hidden keys matter, and it hides none
+        if bias is not None and not keeps:  # only hidden keys matter of it
+            bias = bias if self._hides_keys(values_of(bias)) else None
         nothing, start = torch.empty(0), request.query_start
+        mask = request.mask
+        if request.shape.device != device:
+            mask = self._shared.mask_on_cpu(mask)
         return replace(
             request,
-            query_start=start.clone() if isinstance(start, Tensor) else start,  # a cache may overwrite its tensor
+            mask=mask,
+            query_start=start.to(device, copy=True) if isinstance(start, Tensor) else start,  # a cache may overwrite it
             q=nothing,
             k=nothing,
             v=nothing,
@@ -798,6 +958,12 @@ class Recorder:
             sinks=None if request.sinks is None or not keeps else copy_contiguous(request.sinks, device),
             origin=None,
         )
+
+    def _hides_keys(self, bias: Tensor) -> bool:
+        """Whether a bias hides a key; layers that share one on another device wait for that once."""
+        if bias.is_cpu:
+            return bool((bias == -torch.inf).any())
+        return self._shared.once("hides", bias, lambda: bool((bias == -torch.inf).any()))
 
     def _sample_factory(self, name: str, *, cross_attention: bool = False) -> Callable[[], SampleRecord]:
         """Return a function that creates an empty sample; batches store it, so it must not refer to the recorder."""

@@ -48,7 +48,7 @@ from multihead.probes.tile import has_large_logsumexp
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Segment, copy_contiguous
 from multihead.record.text_rows import MeasuredRows, TextRows, concatenate_ranges
-from multihead.record.text_table import TextTable
+from multihead.record.text_table import LaterRows, RowsOnTheirWay, TextTable
 from multihead.scores.bias import Bias, RelativeBias
 
 
@@ -196,7 +196,7 @@ class SampleSpans:
     """Which queries and keys of an attention call belong to each sample; shared by layers with the same mask.
 
     Attributes:
-        request: the call without q, k, v and the layer that made it.
+        request: the call on the CPU, without q, k, v and the layer that made it.
         texts: the texts of each row of the batch, each a sample; None if each row is one sample.
         real_queries: (batch, queries) bool, False for padding; None if unknown.
         real_keys: (batch, keys) bool, False for padding; None if unknown.
@@ -211,6 +211,8 @@ class SampleSpans:
     requests: list[AttentionRequest] = field(default_factory=list)
     one_text: bool = False
     _key_starts_in_text: dict[int, int | Tensor] = field(default_factory=dict)  # by number of windows
+    # the call on its own device, if that is not the CPU, where all of the above is
+    of_device: AttentionRequest | None = None
     # the ids of queries, whether they are those of cross-attention, and the rows: shared by the layers of a pass
     _newest_rows_with_ids: tuple[Tensor | None, bool, TextRows] | None = None
     # the ids of the model's input, where the tokens of the call are in it, and the ids of the queries: shared likewise
@@ -261,7 +263,7 @@ class SampleSpans:
         if self.real_queries is not None:
             sample, first, stop = self.span_ends[:3]
             places = concatenate_ranges(sample * self.request.shape.query_length + first, stop - first)
-            if not bool(self.real_queries.cpu().flatten()[places].all()):
+            if not bool(self.real_queries.flatten()[places].all()):
                 return Sliceable(any_part=False)
         of_spans = [sliceable_parts(self.request, span) for span in self.spans]
         return Sliceable(*(all(each) for each in zip(*of_spans, strict=True))) if of_spans else Sliceable()
@@ -373,7 +375,7 @@ class SampleSpans:
         self, request: AttentionRequest, real: Tensor | None, padding: Tensor | None, *, one_text: bool
     ) -> bool:
         """Whether these spans are valid for another call: same mask, options, shape and padding; a row is one text."""
-        mine = self.request
+        mine = self.request if self.of_device is None else self.of_device
         for each in (request, mine):
             if isinstance(each.query_start, Tensor) or each.bias is not None:
                 return False
@@ -389,6 +391,17 @@ class SampleSpans:
 
 def has_arrived() -> None:
     """Wait for nothing: the tensors of a call have been computed."""
+
+
+def warn_of_large_scores(logsumexp: Tensor) -> None:
+    """Warn if the logsumexp of a call of a GPU, (batch, heads, queries), is too large for statistics in float32."""
+    if has_large_logsumexp(logsumexp):
+        warnings.warn(
+            "Scores of an observed call are so large that a GPU, which measures in float32, rounds their weights. "
+            "Call multihead.statistics with the q and k of the call on the CPU, in float64.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 @dataclass(eq=False)
@@ -419,8 +432,8 @@ class WaitingCall:
     parts: PartValues
     ids: CallTokenIds
     probes: tuple[Statistic, ...]
-    q: KeptRows | None = None
-    k: KeptRows | None = None
+    q: LaterRows | None = None
+    k: LaterRows | None = None
     windows: int = 1
     arrive: Callable[[], None] = has_arrived
     _statistics: dict[str, Tensor] | None = None  # None until computed
@@ -448,13 +461,7 @@ class WaitingCall:
             return
         self.arrive()
         self.arrive = has_arrived
-        if has_large_logsumexp(self.logsumexp.cpu()):
-            warnings.warn(
-                "Scores of an observed call are so large that a GPU, which measures in float32, rounds their weights. "
-                "Call multihead.statistics with the q and k of the call on the CPU, in float64.",
-                UserWarning,
-                stacklevel=2,
-            )
+        warn_of_large_scores(self.logsumexp.cpu())
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, without what another process cannot wait for."""
@@ -487,7 +494,14 @@ class WaitingCall:
         """
         spans, rows, windows = self.sample_spans, self.sample_spans.text_rows, self.windows
         self.slice_requests()
-        values = {name: rows.select(value) for name, value in self.statistics.items()}
+        values: dict[str, Tensor | LaterRows]
+        logsumexp: Tensor | LaterRows
+        if self.arrive is has_arrived:
+            values = {name: rows.select(value) for name, value in self.statistics.items()}
+            logsumexp = rows.select(self.logsumexp)
+        else:
+            values = {each.name: self._read_later(each.name) for each in self.probes if self._is_measured(each)}
+            logsumexp = RowsOnTheirWay(self._read_logsumexp)
         samples = new_samples(self.new_sample, spans, self.ids)[::windows]
         for text, sample in enumerate(samples, first):
             sample.view_table(table, text, keeps_qk=self.q is not None)
@@ -502,8 +516,21 @@ class WaitingCall:
         queries, keys = rows.ends.diff().tolist(), spans.key_lengths(1).flatten().tolist()
         if self.k is not None:
             table.k.append(self.k, list(zip(texts, keys, strict=True)))
-        table.append(list(zip(texts, queries, strict=True)), rows.select(self.logsumexp), values, self.q)
+        table.append(list(zip(texts, queries, strict=True)), logsumexp, values, self.q)
         return samples
+
+    def _is_measured(self, probe: Statistic) -> bool:
+        """Whether a statistic is computed from the parts."""
+        return isinstance(probe, Probe) and probe.parts <= self.parts.keys()
+
+    def _read_later(self, name: str) -> RowsOnTheirWay:
+        """Return the rows of a statistic, computed when they are read."""
+        return RowsOnTheirWay(lambda: self.sample_spans.text_rows.select(self.statistics[name]))
+
+    def _read_logsumexp(self) -> Tensor:
+        """Wait for the logsumexp, and return its rows."""
+        self.wait()
+        return self.sample_spans.text_rows.select(self.logsumexp)
 
 
 def new_samples(

@@ -3,7 +3,8 @@
 `keep="summary"`, `Watch` and a census use the same sums. A row is one statistic of one head. Means and extremes are
 exact, medians over any number of batches exact to 1 %: a histogram has 64 bins per power of two for each sign, so the
 bin of a value follows from the value's first bits, without a logarithm. The native library adds all statistics of a
-call in one pass over its values; most of its time goes to the first access to the memory of histograms. Histograms in
+call in one pass over its values; most of its time goes to the first access to the memory of histograms. All of it is
+on the CPU: what was measured on another device is copied, from a GPU without waiting (`add_later`). Histograms in
 files of version 1, whose bins are each 1.02 times as wide as the one before, are converted when read.
 
 The standard error of value - chance is computed from one number per text, as in a record: the text's mean. A text may
@@ -16,7 +17,7 @@ are added together are divided together, so that only a text of many long calls 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -112,9 +113,9 @@ class StatisticSums(NamedTuple):
     maximum: Tensor
 
     @staticmethod
-    def empty(rows: int, device: torch.device | None = None) -> StatisticSums:
+    def empty(rows: int) -> StatisticSums:
         """Return the sums of `rows` rows without a query; columns of equal numbers share memory."""
-        none = torch.zeros(rows, dtype=torch.int64, device=device)
+        none = torch.zeros(rows, dtype=torch.int64)
         zeros = none.double()
         columns = {repr(each): zeros + each for each in (0.0, inf, -inf)} | {"0": none}
         return StatisticSums(*(columns[repr(value)] for value in SUMS_WITHOUT_QUERIES.values()))
@@ -187,21 +188,41 @@ class OpenTexts:
         """Return the moments of the texts' means of value - chance."""
         return moments_of_units(self.excess / self.num_queries.clamp(min=1), self.num_queries > 0)
 
-    def grow(self, rows: int, device: torch.device) -> None:
-        """Append rows without a query until there are `rows`, on a device."""
+    def grow(self, rows: int) -> None:
+        """Append rows without a query until there are `rows`."""
         before, texts = self.excess.shape
         if before < rows:
-            nothing = self.excess.new_zeros(rows - before, texts, device=device)
-            self.excess = torch.cat([self.excess.to(device), nothing])
-            self.num_queries = torch.cat([self.num_queries.to(device), nothing])
+            nothing = self.excess.new_zeros(rows - before, texts)
+            self.excess, self.num_queries = (torch.cat([each, nothing]) for each in (self.excess, self.num_queries))
 
 
 class _PendingRows(NamedTuple):
-    """Rows that were given to `RunningSummary.add`: the statistics, their texts, and the number of the first text."""
+    """Rows that were given to `RunningSummary.add`.
+
+    Attributes:
+        measured: the statistics.
+        texts: their texts.
+        first: number of the first text.
+        context: what `RunningSummary.context_of_rows` returned when they were given.
+    """
 
     measured: MeasuredRows
     texts: OpenTexts
     first: int
+    context: object
+
+
+class _ArrivingRows(NamedTuple):
+    """Rows that were given to `RunningSummary.add_later`: a function waits for them; the rest as in `_PendingRows`."""
+
+    measure: Callable[[], Iterable[tuple[MeasuredRows, int]]]
+    texts: OpenTexts
+    context: object
+
+    def awaited(self) -> Iterator[_PendingRows]:
+        """Wait for the statistics, and yield them."""
+        for measured, first in self.measure():
+            yield _PendingRows(measured, self.texts, first, self.context)
 
 
 @dataclass(eq=False)
@@ -226,8 +247,9 @@ class RunningSummary:
     _blocks: Moments = field(default_factory=lambda: no_moments(0))  # of blocks of queries, of the first few texts
     _open: list[OpenTexts] = field(default_factory=list)
     _ended: list[OpenTexts] = field(default_factory=list)  # open ones that no later call continues
-    _pending: list[_PendingRows] = field(default_factory=list)  # what `add` received and is not added yet
-    _num_pending: int = 0  # number of their rows
+    _pending: list[_PendingRows | _ArrivingRows] = field(default_factory=list)  # what was given and is not added yet
+    _num_pending: int = 0  # number of their rows, without those on their way
+    _num_arrived: int = 0  # number of rows that were on their way and have arrived
     _has_chance: bool = False  # whether a chance level was added
     takes_batches: ClassVar[bool] = False
 
@@ -249,14 +271,13 @@ class RunningSummary:
     def bins(self) -> Tensor:
         """Histograms, (rows, 2 * NUM_BINS) int64: the number of values in each bin."""
         self._add_pending()
-        return self._bins.cpu()
+        return self._bins
 
     @property
     def blocks(self) -> Moments | None:
         """The moments of value - chance over blocks of the first texts' queries, (rows,) each; None if unknown."""
         self._add_pending()
-        number, mean, squares = self._blocks
-        return (number.cpu(), mean.cpu(), squares.cpu()) if len(number) == len(self._names) * self.num_heads else None
+        return self._blocks if len(self._blocks[0]) == len(self._names) * self.num_heads else None
 
     @property
     def sums(self) -> StatisticSums:
@@ -265,13 +286,13 @@ class RunningSummary:
         found = self._closed
         for texts in self._open if self._has_chance else ():
             found = _with_texts(found, texts)
-        return StatisticSums(*(column.cpu() for column in found))
+        return found
 
     @property
     def _sums_of_queries(self) -> StatisticSums:
         """The sums of all rows, without the means of open texts, which a summary of the queries does not need."""
         self._add_pending()
-        return StatisticSums(*(column.cpu() for column in self._closed))
+        return self._closed
 
     def begin_texts(self, count: int) -> OpenTexts:
         """Begin some texts, to be given to `add`."""
@@ -292,30 +313,64 @@ class RunningSummary:
         the sums are read, because adding takes as long for one row as for hundreds.
 
         Args:
-            measured: the statistics.
+            measured: the statistics, on the CPU.
             texts: the texts that were begun for these rows.
             first: number in `texts` of the first text of the rows.
         """
-        self._pending.append(_PendingRows(measured, texts, first))
+        self._pending.append(_PendingRows(measured, texts, first, self.context_of_rows()))
         self._num_pending += len(measured.rows.positions)
         if self.takes_batches or self._num_pending >= MIN_ADDED_ROWS:
             self._add_pending()
 
-    def _add_pending(self) -> None:
-        """Add the rows that were kept, those with the same statistics together."""
+    def add_later(
+        self, measure: Callable[[], Iterable[tuple[MeasuredRows, int]]], num_rows: int, texts: OpenTexts
+    ) -> Callable[[], None]:
+        """Add the statistics of an attention call that are on their way from a GPU, when the sums are read.
+
+        Args:
+            measure: waits for the statistics, and returns them with the number of the first text of the rows.
+            num_rows: number of their rows.
+            texts: the texts that were begun for these rows.
+
+        Returns:
+            a function to be called after the statistics have arrived: it adds them, so that rows take no memory.
+        """
+        pending = _ArrivingRows(measure, texts, self.context_of_rows())
+        self._pending.append(pending)
+
+        def arrive() -> None:
+            place = next((index for index, each in enumerate(self._pending) if each is pending), None)
+            if place is None:
+                return  # the sums were read
+            self._num_arrived += num_rows
+            if self.takes_batches or self._num_arrived >= MIN_ADDED_ROWS:
+                self._add_pending(place + 1)
+
+        return arrive
+
+    def context_of_rows(self) -> object:
+        """Return what `_keep_examples` needs to know of the rows that are added now, in subclasses."""
+
+    def _add_pending(self, count: int | None = None) -> None:
+        """Add the first `count` calls whose rows were kept, or all, those with the same statistics together."""
         if not (self._pending or self._ended):
             return
-        pending, self._pending, self._num_pending = self._pending, [], 0
+        pending, self._pending = self._pending[:count], [] if count is None else self._pending[count:]
+        self._num_pending = self._num_arrived = 0
         alike: dict[object, list[_PendingRows]] = {}
-        for each in pending:
+        for place, each in enumerate(_awaited(pending)):
             chance = [(name, len(level)) for name, level in each.measured.chance.items()]
-            alike.setdefault((*each.measured.values, *chance), []).append(each)
+            alone = place if self.takes_batches else 0
+            alike.setdefault((alone, *each.measured.values, *chance), []).append(each)
         for group in alike.values():
             self._add_rows(MeasuredRows.concatenate([each.measured for each in group]), group)
-        ended = [texts for texts in self._open if texts in self._ended]
-        self._open = [texts for texts in self._open if texts not in self._ended]
-        self._ended.clear()
-        for texts in ended if self._has_chance else ():
+        ended = self._ended
+        if self._pending:  # the others end after their last rows
+            ended = [texts for texts in ended if all(texts is not each.texts for each in self._pending)]
+        closed = [texts for texts in self._open if texts in ended]
+        self._open = [texts for texts in self._open if texts not in ended]
+        self._ended = [texts for texts in self._ended if texts not in ended]
+        for texts in closed if self._has_chance else ():
             self._closed = _with_texts(self._closed, texts)
 
     def _add_rows(self, measured: MeasuredRows, group: Sequence[_PendingRows]) -> None:
@@ -324,14 +379,12 @@ class RunningSummary:
         if not found:
             return
         self._has_chance |= bool(measured.chance)
-        (some, _), *_ = found.values()
-        self._create_rows([name for name in found if name not in self._names], some.device)
-        device, heads, queries = self._bins.device, self.num_heads, some.shape[1]
-        nothing = torch.zeros(heads, queries, dtype=torch.bool, device=device)
+        self._create_rows([name for name in found if name not in self._names])
+        nothing = torch.zeros(self.num_heads, len(measured.rows.positions), dtype=torch.bool)
         columns = [found.get(name, (nothing, nothing)) for name in self._names]
         # Both are (statistics, heads, queries), and flat the rows of the sums.
-        values = torch.stack([_as_float(each).to(device) for each, _ in columns])
-        counted, nonfinite = finite_rows(values, torch.stack([each.to(device) for _, each in columns]))
+        values = torch.stack([_as_float(each) for each, _ in columns])
+        counted, nonfinite = finite_rows(values, torch.stack([each for _, each in columns]))
         flat, taken = values.flatten(0, 1), counted.flatten(0, 1)
         levels, level_of_row = self._levels(measured.chance, like=flat)
         sums = _sum_rows(flat, taken, levels, level_of_row, measured.rows.ends, self._bins)
@@ -364,15 +417,15 @@ class RunningSummary:
             lengths = each.measured.rows.ends.diff().tolist()
             ours, theirs = slice(at, at + len(lengths)), slice(each.first, each.first + len(lengths))
             if self._has_chance:
-                each.texts.grow(len(excess), device)
+                each.texts.grow(len(excess))
                 each.texts.excess[:, theirs] += excess[:, ours]
                 each.texts.num_queries[:, theirs] += sums.text_counts[:, ours]
             for text, length in enumerate(lengths, each.first):
                 each.texts.begun[text] |= length > 0
             at += len(lengths)
-        self._keep_examples(values, counted, measured)
+        self._keep_examples(values, counted, measured, group[0].context)
 
-    def _keep_examples(self, values: Tensor, counted: Tensor, measured: MeasuredRows) -> None:
+    def _keep_examples(self, values: Tensor, counted: Tensor, measured: MeasuredRows, context: object) -> None:
         """Keep single queries of a call, in subclasses; `values` and `counted` are (statistics, heads, rows)."""
 
     def _add_blocks(self, excess: Tensor, taken: Tensor, ends: Tensor, group: Sequence[_PendingRows]) -> None:
@@ -396,18 +449,14 @@ class RunningSummary:
                 units = means_of_blocks(values, counted, BLOCKS_PER_TEXT)
                 self._blocks = merge_moments(self._blocks, moments_of_units(*units))
 
-    def _create_rows(self, names: list[str], device: torch.device) -> None:
-        """Create the rows of new statistics, without a query; the first ones on `device`, if it has float64."""
+    def _create_rows(self, names: list[str]) -> None:
+        """Create the rows of new statistics, without a query."""
         if not names:
             return
-        if self._names:
-            device = self._bins.device
-        elif device.type == "mps":
-            device = torch.device("cpu")
         old, self._names = self._bins, [*self._names, *names]
         rows, new = len(self._names) * self.num_heads, len(names) * self.num_heads
-        self._bins = empty_histograms(rows, NUM_BINS if self.keeps_quantiles else 1).to(device)
-        empty, new_blocks = StatisticSums.empty(new, device), no_moments(new, device)
+        self._bins = empty_histograms(rows, NUM_BINS if self.keeps_quantiles else 1)
+        empty, new_blocks = StatisticSums.empty(new), no_moments(new)
         if len(old):
             place = old.nonzero().unbind(1)
             self._bins[place] = old[place]
@@ -417,9 +466,9 @@ class RunningSummary:
 
     def _levels(self, chance: Mapping[str, Tensor], *, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return all chance levels, (levels, queries), and the index of each row's own, (rows,) int64, or -1."""
-        levels = [torch.zeros(0, like.shape[1], dtype=like.dtype, device=like.device)]
+        levels = [torch.zeros(0, like.shape[1], dtype=like.dtype)]
         if not self._has_chance:
-            return levels[0], torch.full((len(like),), -1, device=like.device)
+            return levels[0], torch.full((len(like),), -1)
         of_rows: list[int] = []
         at, heads = 0, self.num_heads
         for name in self._names:
@@ -427,10 +476,10 @@ class RunningSummary:
             if level is None:
                 of_rows += [-1] * heads
                 continue
-            levels.append(level.to(like))
+            levels.append(level.to(like.dtype))
             of_rows += [at + head % len(level) for head in range(heads)]
             at += len(level)
-        return torch.cat(levels), torch.tensor(of_rows, dtype=torch.int64, device=like.device)
+        return torch.cat(levels), torch.tensor(of_rows, dtype=torch.int64)
 
     def evidence(self) -> dict[str, ChanceComparison]:
         """Return name of a statistic -> its comparison with chance, for the statistics whose chance level is known."""
@@ -495,16 +544,25 @@ class RunningSummary:
         self._bins[tuple(place.unbind(1))] = counts
 
 
+def _awaited(pending: Sequence[_PendingRows | _ArrivingRows]) -> Iterator[_PendingRows]:
+    """Yield rows that were kept; wait for those on their way from a GPU."""
+    for each in pending:
+        if isinstance(each, _PendingRows):
+            yield each
+        else:
+            yield from each.awaited()
+
+
 def _with_texts(sums: StatisticSums, texts: OpenTexts) -> StatisticSums:
     """Return sums of rows with the means of some texts added."""
-    texts.grow(len(sums.mean), sums.mean.device)
+    texts.grow(len(sums.mean))
     moments = merge_moments((sums.num_texts, sums.excess, sums.excess_squares), texts.moments())
     return sums._replace(num_texts=moments[0], excess=moments[1], excess_squares=moments[2])
 
 
-def no_moments(rows: int, device: torch.device | None = None) -> Moments:
+def no_moments(rows: int) -> Moments:
     """Return the moments of no numbers in `rows` rows, (rows,) float64 each."""
-    number, mean, squares = torch.zeros(3, rows, dtype=torch.float64, device=device).unbind()
+    number, mean, squares = torch.zeros(3, rows, dtype=torch.float64).unbind()
     return number, mean, squares
 
 

@@ -35,7 +35,15 @@ from multihead.record.segments import Segment, copy_contiguous, join_segments
 from multihead.record.split import TokensOfRank, count_tokens
 from multihead.record.table import head_rows, html_of_table, number_with_noun
 from multihead.record.text_rows import MeasuredRows, MeasuredStatistic, SummaryName, TextRows, summarise_samples
-from multihead.record.text_table import RowsInTable, RowsInTensor, RowsOfText, TextTable, append_new_keys
+from multihead.record.text_table import (
+    LaterRows,
+    RaggedRows,
+    RowsInTable,
+    RowsInTensor,
+    RowsOfText,
+    TextTable,
+    append_new_keys,
+)
 from multihead.record.texts import GrowingText, Text
 from multihead.scores.bias import values_of
 
@@ -275,11 +283,12 @@ class SampleRecord:
         assert self.table is not None
         text, first = self.text_in_table, not self.calls
         if self.k is not None and call.k is not None:
-            append_new_keys(self.table.k, text, call.k[0], start=call.key_start, device=call.logsumexp.device)
+            self._append_keys(self.table.k, call)
         self.append_segment(call.segment)
-        q, statistics = None if self.q is None or call.q is None else call.q[0], call.statistics
+        q, statistics = None if self.q is None or call.q is None else without_batch(call.q), call.statistics
         if first:
-            per_query, self._per_key, self._maps = self._divide_by_axes(statistics)
+            of_call, self._per_key, self._maps = self._divide_by_axes(call.measured_statistics)
+            per_query: dict[str, Tensor | LaterRows] = {**of_call}
             self._calls_of_maps = 1
         else:
             # A statistic that was not measured in one call is dropped for the whole sample.
@@ -288,10 +297,21 @@ class SampleRecord:
             names = [name for name in self._per_key if name in statistics]
             received: dict[PartName, Tensor] = {}
             if (name := str(RECEIVED.name)) in names:
-                total, more = self._per_key[name], statistics[name]
+                total, more = self._per_key[name], call.measured_statistics[name]
                 received[RECEIVED.name] = add_received_weights(total, more, call.segment.key_start)
             self._per_key = self._computed_from(received, names) if names else {}
-        self.table.append([(text, call.logsumexp.shape[2])], call.logsumexp[0], per_query, q)
+        self.table.append([(text, call.segment.num_queries)], without_batch(call.logsumexp), per_query, q)
+
+    def _append_keys(self, column: RaggedRows, call: RecordedCall) -> None:
+        """Append the keys of a call that are new to the text to the column of the keys."""
+        text, start, k = self.text_in_table, call.key_start, call.k
+        if isinstance(k, Tensor):
+            append_new_keys(column, text, k[0], start=start, device=k.device if call.device is None else call.device)
+        elif k is not None and column.length(text) == start:
+            column.append(k, [(text, call.segment.key_stop - start)])
+        elif k is not None:  # a cache dropped keys before them
+            read = k.read()
+            append_new_keys(column, text, read, start=start, device=read.device)
 
     def join_queries(self, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Join statistics of this text, measured on different queries of it, in the order of these.
@@ -578,7 +598,7 @@ class SampleRecord:
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """A call of one text, as a record keeps it.
+    """A call of one text, as a record keeps it; rows that are read later have no axis of the batch.
 
     Attributes:
         segment: the call, without tensors.
@@ -588,23 +608,34 @@ class RecordedCall:
         k: (1, kv_heads, keys, head_dim), the keys of the call from `key_start` on, which a cache may overwrite later;
             None if only statistics are kept.
         key_start: index of the first of these keys in the text.
+        device: where keys are copied to; None: where they are.
     """
 
     segment: Segment
-    logsumexp: Tensor
-    statistics: dict[str, Tensor]
-    q: Tensor | None
-    k: Tensor | None
+    logsumexp: Tensor | LaterRows
+    statistics: Mapping[str, Tensor | LaterRows]
+    q: Tensor | LaterRows | None
+    k: Tensor | LaterRows | None
     key_start: int
+    device: torch.device | None = None
+
+    @property
+    def measured_statistics(self) -> dict[str, Tensor]:
+        """The statistics; waits for those on their way."""
+        return {name: each if isinstance(each, Tensor) else each.read() for name, each in self.statistics.items()}
 
     def with_own_keys(self, *, first: bool, cross_attention: bool) -> RecordedCall:
         """Return the call with a copy of its keys, to be appended later; unless it is the `first`, of the new ones."""
-        if self.k is None:
+        if not isinstance(self.k, Tensor):
             return self
-        held = self.k.shape[2]
-        new = 0 if first else held - (0 if cross_attention else self.logsumexp.shape[2])
-        k = copy_contiguous(self.k[:, :, new:], self.logsumexp.device)
+        new = 0 if first else self.k.shape[2] - (0 if cross_attention else self.segment.num_queries)
+        k = copy_contiguous(self.k[:, :, new:], self.k.device if self.device is None else self.device)
         return replace(self, k=k, key_start=self.key_start + new)
+
+
+def without_batch(rows: Tensor | LaterRows) -> Tensor | LaterRows:
+    """Return the rows of a text without the axis of its batch, which rows that are read later do not have."""
+    return rows[0] if isinstance(rows, Tensor) else rows
 
 
 def add_received_weights(total: Tensor, more: Tensor, start: int) -> Tensor:

@@ -7,8 +7,8 @@ a view of the rows of its text (`RowsOfText`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,23 @@ class LaterRows(Protocol):
 
     def read(self) -> Tensor:
         """Return the rows, (heads, rows, ...)."""
+
+
+class RowsOnTheirWay:
+    """Rows of a call of a GPU, (heads, rows, ...), which a function waits for and returns."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self.read = read
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the rows themselves."""
+        return _as_read, (self.read(),)
+
+
+def _as_read(rows: Tensor) -> Tensor:
+    return rows
 
 
 class _Chunk(NamedTuple):
@@ -222,8 +239,8 @@ class TextTable:
     def append(
         self,
         pieces: Sequence[tuple[int, int]],
-        logsumexp: Tensor,
-        statistics: dict[str, Tensor],
+        logsumexp: Tensor | LaterRows,
+        statistics: Mapping[str, Tensor | LaterRows],
         q: Tensor | LaterRows | None,
     ) -> None:
         """Append the queries of a call, see `RaggedRows.append`; tensors as in the columns of the table."""

@@ -1,0 +1,41 @@
+"""What the layers of one forward pass share: found by the first of them, and on the CPU once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from multihead.masks.base import Mask
+
+Found = TypeVar("Found")
+MaskOf = TypeVar("MaskOf", bound=Mask)
+
+
+@dataclass(eq=False)
+class SharedByLayers:
+    """What the layers of one pass share, found by the first of them."""
+
+    _found: dict[Hashable, tuple[object, Any]] = field(default_factory=dict)
+
+    def once(self, kind: str, of: object, find: Callable[[], Found]) -> Found:
+        """Return what `find` returned first for a kind of thing about an object, which is kept as long."""
+        key = kind, id(of)
+        if key not in self._found:
+            self._found[key] = of, find()
+        found: Found = self._found[key][1]
+        return found
+
+    def on_cpu(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the CPU."""
+        return tensor if tensor.is_cpu else self.once("tensor", tensor, tensor.cpu)
+
+    def mask_on_cpu(self, mask: MaskOf) -> MaskOf:
+        """Return a mask whose tensors are on the CPU."""
+        if not mask.holds_tensors:
+            return mask
+        found: MaskOf = self.once("mask", mask, lambda: tree_map_only(Tensor, Tensor.cpu, mask))
+        return found
