@@ -233,7 +233,7 @@ def _measure_chance_levels_of_sample(
             ids=None if ids is None else ids[None, keys].to(device),
             first_key=None if windows else min(first, default=0),
         )
-        if not sample.cross_attention:
+        if any({"places", "sets"} & probe.needs for probe in probes) and not sample.cross_attention:
             context = sample.growing_key_text.add_places(context, keys.start, keys.stop)
         chosen = possible_probes(probes, request, context, has_values=False)
         for part in _split_queries(request):
