@@ -18,7 +18,7 @@ from multihead.errors import ArgumentError, ModelError
 from multihead.interventions import sweep
 from multihead.interventions.importance import EffectsOfLayer
 from multihead.record.head_numbers import chance_beyond
-from tests.families import ENCODER, TEXT, family
+from tests.families import ENCODER, TEXT, batch_of, family
 from tests.interventions.changed_eager import Change, changed_eager, compute_in_float64, replaced, scaled
 from tests.interventions.tiny_models import batch, double, real_queries
 
@@ -206,6 +206,17 @@ def test_rows_of_several_texts_and_padding_that_a_layer_drops_are_counted_by_tex
         in_one_row, apart = (mh.importance(llama, each, method=method) for each in (row, alone))
         assert in_one_row.texts == 2
         torch.testing.assert_close(in_one_row.effects, apart.effects, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_does_nothing_has_no_effect_not_even_a_rounding_error(dtype: torch.dtype) -> None:
+    """The baseline has the batch shape and the path of the heads, so it has their rounding errors too."""
+    model = family("llama").to(dtype)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[:, 16:24] = 0  # head 2
+    found = mh.importance(model, [batch_of("llama", padding="left")])
+    assert found.effects[1, 2] == 0
+    assert (found.effects != 0).sum() == 7
 
 
 def small() -> tuple[mh.MultiHeadAttention, Tensor, mh.Measure]:
