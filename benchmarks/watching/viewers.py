@@ -185,7 +185,7 @@ def main(only: str, resume: bool, save: bool) -> None:  # noqa: FBT001  (click p
 def measured(viewer: str, model: str, tokens: int) -> Row:
     """Run one viewer in a new process within the limits; if it stops, the note of the row says why."""
     described = commit()
-    code = "import sys; from benchmarks.watching.viewers import one; one(sys.argv[1], sys.argv[2], int(sys.argv[3]))"
+    code = "import sys; n = int(sys.argv[3]); from benchmarks.watching.viewers import one; one(*sys.argv[1:3], n)"
     try:
         done = subprocess.run(
             [sys.executable, "-c", code, viewer, model, str(tokens)],
