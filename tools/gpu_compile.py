@@ -260,6 +260,26 @@ def read_known() -> dict[str, dict[str, dict[str, Any]]]:
     return dict(known["triton"]) if known.get("code") == code_of(CODE_ON_DEVICE) else {}
 
 
+def rows_of_docs() -> list[str]:
+    """Return the rows of the table in docs/measured.md: instructions per score, with each version of Triton."""
+    names = {
+        ("measure_queries", "logsumexp known"): "`measure_queries`, logsumexp known",
+        ("measure_queries", "logsumexp computed"): "`measure_queries`, logsumexp computed",
+        ("sum_keys", "received"): "`sum_keys`",
+    }
+    tables, rows = read_known(), []
+    for kind in kinds():
+        name = names.get((kind.kernel, kind.name))
+        if name is None or kind.head_dim not in (64, 128) or kind.dtype != torch.bfloat16:
+            continue
+        cells = []
+        for target in NVIDIA:
+            found = [tables[version][str(kind)][f"sm_{target}"] for version in TRITONS]
+            cells.append("; ".join(f"{each['instructions']}" for each in found))
+        rows.append(f"| {name}, {kind.head_dim} | {' | '.join(cells)} |")
+    return rows
+
+
 def compile_missing(version: str, only: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Compile what is not known yet, with the Triton that can be imported; yield kind, target and numbers."""
     known = read_known().get(version, {})

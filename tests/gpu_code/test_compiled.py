@@ -37,6 +37,12 @@ def test_kernels_for_usual_heads_keep_their_numbers_in_registers(version: str) -
             assert not any(spilled.values()), f"{kind}: {spilled}"
 
 
+@pytest.mark.parametrize("page", ["measured.md", "measured.zh.md"])
+def test_the_docs_have_the_instructions_of_the_table(page: str) -> None:
+    text = (gpu_compile.ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert [row for row in gpu_compile.rows_of_docs() if row not in text] == []
+
+
 @pytest.mark.parametrize("version", gpu_compile.TRITONS)
 def test_a_score_takes_few_instructions_on_hopper(version: str) -> None:
     for kind in gpu_compile.kinds():
