@@ -100,6 +100,29 @@ def test_a_summary_adds_what_has_arrived_and_is_that_of_the_cpu(
     assert seen.kinds == right.kinds
 
 
+@pytest.mark.parametrize("keep", ["cpu", "summary"])
+def test_generate_waits_for_no_step_and_is_that_of_the_cpu(gpu: Gpu, keep: Any) -> None:
+    ids, padding = given(padded=True)
+    waited = []
+
+    def note(_: Tensor, scores: Tensor) -> Tensor:
+        waited.append(gpu.counts.reads["event"])
+        return scores
+
+    seen = []
+    for model, put in ((calls.llama(1, lambda values: values), Tensor.clone), (calls.llama(1), to_gpu)):
+        options = {"attention_mask": put(padding), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        with mh.observe(model, keep=keep, special_ids=(3, 5)) as record:
+            model.generate(put(ids), logits_processor=[note], **options)
+        seen.append(record.layers[0])
+    assert waited == [0] * 8
+    check_close(seen[1].means(), seen[0].means())
+    if keep == "cpu":
+        for sample, of_cpu in zip(seen[1].samples, seen[0].samples, strict=True):
+            check_close(sample.statistics, of_cpu.statistics)
+            check_close({"weights": sample.weights()}, {"weights": of_cpu.weights()})
+
+
 def test_a_watch_and_a_census_of_a_gpu_are_those_of_the_cpu(gpu: Gpu) -> None:
     ids, padding = given(padded=True)
     numbers, strongest = [], []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -24,13 +24,19 @@ class HeldPart:
         stop: number of tokens of the row that the pass has read up to the last of these.
         cross_attention: whether the keys are another text.
         key_ids: (keys,) int64, the ids of that text; None if unknown.
-        measured: what a record keeps, or what a summary adds up.
+        measured: what a record keeps, or what a summary adds up; a function waits for what is on its way from a GPU.
     """
 
     stop: int
     cross_attention: bool
     key_ids: Tensor | None
-    measured: RecordedCall | MeasuredRows
+    measured: RecordedCall | MeasuredRows | Callable[[], MeasuredRows]
+
+    @property
+    def rows(self) -> MeasuredRows:
+        """What a summary adds up."""
+        assert not isinstance(self.measured, RecordedCall)
+        return self.measured if isinstance(self.measured, MeasuredRows) else self.measured()
 
 
 def parts_of_rows(
@@ -104,7 +110,7 @@ def add_to_summary(summary: RunningSummary, texts: Sequence[Sequence[HeldPart]],
     """
     begun = summary.begin_texts(len(texts))
     for place, (parts, read) in enumerate(zip(texts, ids, strict=True)):
-        joined = MeasuredRows.concatenate([part.measured for part in parts if isinstance(part.measured, MeasuredRows)])
+        joined = MeasuredRows.concatenate([part.rows for part in parts])
         crosses = parts[0].cross_attention
         positions, num_keys = joined.rows.positions, int(joined.rows.num_keys.max())
         known = None if crosses or bool((read == UNKNOWN_ID).any()) else read[:num_keys]

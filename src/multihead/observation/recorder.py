@@ -817,9 +817,6 @@ class Recorder:
         first: bool,
     ) -> list[MeasuredRows]:
         """Measure texts of a call for a summary, all at once if possible, and return the rows of each."""
-        on_way = self._begin_step(call, state, sample_spans, texts, first=first)
-        if on_way is not None:
-            return self._rows_of_step(on_way, state, sample_spans, texts, first=first)
         together = self._measurer_of(state).context_of_texts(call, sample_spans, texts, first=first)
         if together is not None:
             found = self._measure_with_chance(call, _rows_of_texts(call, texts), together, state).texts()
@@ -856,10 +853,13 @@ class Recorder:
         if state.in_pictures and (generation := self.inputs.generation) is not None:
             prompts = [generation.prompt_of_row(text.span.sample, call.request.shape.batch) for text in texts]
             texts = [text._replace(pictures=tokens[each]) for text, each in zip(texts, prompts, strict=True)]
-        found: Iterable[RecordedCall | MeasuredRows]
+        found: Iterable[RecordedCall | MeasuredRows | Callable[[], MeasuredRows]]
         if layer.running_summary is None:
             recorded = self._record_texts(call, state, sample_spans, texts, first=first)
             found = (each.with_own_keys(first=first, cross_attention=crosses) for each in recorded)
+        elif (on_way := self._begin_step(call, state, sample_spans, texts, first=first)) is not None:
+            step = cache(partial(self._rows_of_step, on_way, state, sample_spans, texts, first=first))
+            found = [partial(lambda place: step()[place], place) for place in range(len(texts))]
         else:
             found = self._measure_rows(call, state, sample_spans, texts, first=first)
         for (row, text), measured in zip(parts, found, strict=True):
