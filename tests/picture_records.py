@@ -70,3 +70,13 @@ def generated() -> Record:
     tokens = [_ANSWER.get(place, token) for place, token in enumerate(text.tokens)]
     seen.name_text(Text(text.ids, tokens, text.special))
     return seen
+
+
+@cache
+def written() -> Record:
+    """What `reader` wrote about a picture: three words after the start."""
+    model, processor = reader(), hf.ViTImageProcessorPil(size={"height": 8, "width": 12})
+    with torch.no_grad(), mh.observe(model, processor=processor, tokenizer=_Words()) as seen:
+        pixels = processor(images=random_pictures(((30, 20),)), return_tensors="pt")["pixel_values"]
+        model.generate(pixel_values=pixels, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    return seen

@@ -27,7 +27,7 @@ from tests.browser.records import (
     translating,
     whole,
 )
-from tests.picture_records import encoder, generated
+from tests.picture_records import encoder, generated, written
 from tests.viewer.serving import TOKEN, serving
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def served(browser: Browser) -> Iterator[Callable[..., str]]:
         "several": several,
         "encoder": encoder,
         "generated": generated,
+        "written": written,
         "important": important,
     }
     with ExitStack() as servers:

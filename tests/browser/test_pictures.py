@@ -10,7 +10,7 @@ import pytest
 
 from multihead.viewer import page_budget, pictures, write_report
 from tests.browser.shown import DESKTOP, PHONE, Shown, percent, serious
-from tests.picture_records import encoder, generated
+from tests.picture_records import encoder, generated, written
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -113,6 +113,24 @@ def test_a_generated_word_shows_the_row_that_predicted_it(opened: Opened) -> Non
     assert shown.texts("#placechoice button") == [
         "language model, layers 3 to 4", "image encoder, layers 0 to 2", "picture 1", "picture 2"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["viewer", "report"])
+def test_a_word_of_a_decoder_shows_what_its_cross_attention_reads_of_the_picture(
+    opened: Opened, report: Any, place: str
+) -> None:
+    shown = opened("written") if place == "viewer" else report(written())
+    shown.visit("#p=L5H1&q=9")
+    drawn(shown)
+    assert shown.text("#lead").endswith(" Choose a word to see what is read for it.")
+    expected = written().image_weights(5, 1, 1)  # the row that predicted the third token
+    patches = {f"r{row + 1} c{column + 1}": float(expected[row, column]) for row in range(2) for column in range(3)}
+    assert values_by_keyboard(shown) == pytest.approx(patches, abs=1e-3)
+    shown.press("Enter")  # a patch is no query
+    assert chosen(shown) == ("L5H1", "9")
+    shown.at("#placewords .on").focus()
+    shown.press("ArrowRight", "Enter")
+    assert chosen(shown) == ("L5H1", "10")
 
 
 def test_a_report_with_some_rows_shows_the_nearest_patch_or_says_that_it_has_none(

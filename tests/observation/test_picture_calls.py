@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from tests.picture_families import ENCODERS, LANGUAGE_MODELS, Family, random_pictures
-from tests.picture_records import reader
+from tests.picture_records import written
 from tests.viewer.page import Page
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -220,10 +220,7 @@ def test_the_prompt_of_a_generation_has_places_and_the_new_words_have_none() -> 
 
 
 def test_the_patches_that_a_decoder_attends_to_have_places_while_it_generates() -> None:
-    model, processor = reader(), hf.ViTImageProcessorPil(size={"height": 8, "width": 12})
-    with torch.no_grad(), mh.observe(model, processor=processor) as seen:
-        pixels = processor(images=random_pictures(((30, 20),)), return_tensors="pt")["pixel_values"]
-        model.generate(pixel_values=pixels, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    seen = written()
     crosses = [layer for layer in seen.layers if layer.sample().cross_attention]
     assert [layer.sample().num_queries for layer in crosses] == [4, 4]
     assert crosses[0].sample().text.tokens == ["[CLS]", *grid(2, 3)]

@@ -14,7 +14,7 @@ from multihead.viewer.offline import PackedArrays
 from multihead.viewer.page_types import SampleDescription
 from multihead.viewer.payload import RecordedRun, describe_sample
 from multihead.viewer.pictures import ANSWER_GROUP, add_rows, rows_of_token
-from tests.picture_records import encoder, generated
+from tests.picture_records import encoder, generated, written
 from tests.viewer.serving import serving
 
 
@@ -64,6 +64,22 @@ def test_rows_times_the_visible_keys_are_the_weights_of_the_picture() -> None:
                 expected = record.image_weights(number, 1, query, picture=view["picture"]).flatten()
                 found = (rows[place, 1] * seen[place, 1].sum())[view["keys"]].nan_to_num(0)
                 assert torch.allclose(found, expected.float(), rtol=0, atol=1e-5)
+
+
+def test_in_cross_attention_the_queries_follow_the_keys_and_the_words_come_first() -> None:
+    record, sample = described(written)
+    words, encoder_part = sample["pictures"]
+    assert (words["layers"], encoder_part["layers"]) == ([3, 5], [0, 1])
+    assert words["groups"] == [1, *[0] * 6, 2, *[ANSWER_GROUP] * 3]
+    assert (words["keys"], words["opening"]) == (7, 8)
+    ones = [record.layers[number].sample() for number in words["layers"]]
+    rows = rows_of_token(ones, 7 + 2).view(2, 2, 11)
+    assert rows[:, :, 7:].isnan().all()
+    for place, number in enumerate(words["layers"]):
+        expected = record.image_weights(number, 1, 2).flatten()
+        assert torch.allclose(rows[place, 1, 1:7] * 7, expected.float(), rtol=0, atol=1e-5)
+    arrays = PackedArrays(60_000)
+    assert add_rows(arrays, ones, words, "0/0 pictures 0") == [7, 9, 8]
 
 
 @pytest.mark.parametrize("room", [60_000, 12_000])

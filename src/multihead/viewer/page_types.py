@@ -131,11 +131,14 @@ class PictureView(TypedDict):
 class PictureText(TypedDict):
     """A text whose keys have places in pictures, see `describe_pictures`; `stored` in a file alone.
 
-    `text` is its index among the texts, `groups` the group of each key (0: picture, 1: class token and registers, 2:
-    prompt, 3: answer), `opening` the one to show at first, `stored` the keys whose rows of weights the file has.
+    `text` is its index among the texts, `groups` the group of each token (0: picture, 1: class token and registers, 2:
+    prompt, 3: answer): first of the `keys`, then of those of the text `queryText`, if the queries are of another text
+    than the keys. `opening` the one to show at first, `stored` the keys whose rows of weights the file has.
     """
 
     text: int
+    queryText: int
+    keys: int
     layers: list[int]
     views: list[PictureView]
     groups: list[int]

@@ -44,10 +44,10 @@ def describe_pictures(
         sample: index of the text.
     """
     images: list[GreyPicture] = []
-    found: dict[int, PictureText] = {}
+    found: dict[tuple[int, int], PictureText] = {}
     for layer, described in zip(record.layers, layers, strict=True):
-        one, number = layer.sample(sample), described["keyText"]
-        if described["crosses"] or described["rows"] != "all":
+        one, number = layer.sample(sample), (described["keyText"], described["queryText"])
+        if described["rows"] != "all":
             continue
         if number in found:
             found[number]["layers"].append(layer.number)
@@ -57,13 +57,18 @@ def describe_pictures(
 
 
 def rows_of_token(ones: Sequence[SampleRecord], token: int) -> Tensor:
-    """Return the weights of the query at a token, in all heads of some layers: (heads, keys) float32, NaN = masked."""
+    """Return the weights of the query at a token, in all heads of some layers: (heads, tokens) float32, NaN = masked.
+
+    The tokens are the keys, and in cross-attention the queries after them, which no query reads.
+    """
     found = []
     for one in ones:
-        row = token - one.query_start
+        queries = one.num_queries if one.cross_attention else 0
+        row = token - (one.num_keys if queries else one.query_start)
         known = 0 <= row < one.num_queries
         rows = visible_weights(one, None, queries=slice(row, row + 1))[:, 0].float() if known else None
-        found.append(torch.full((one.num_heads, one.num_keys), torch.nan) if rows is None else rows)
+        rows = torch.full((one.num_heads, one.num_keys), torch.nan) if rows is None else rows
+        found.append(torch.nn.functional.pad(rows, (0, queries), value=torch.nan))
     return torch.cat(found)
 
 
@@ -110,9 +115,11 @@ def _tokens_by_importance(part: PictureText) -> Iterator[int]:
     """Yield the tokens whose rows a page should have: at first the opening one, at last the finest raster."""
     groups = part["groups"]
     outside = [token for token, group in enumerate(groups) if group != PICTURE_GROUPS.index("picture")]
+    crosses = part["keys"] < len(groups)  # the keys are no queries
+    outside = [token for token in outside if token >= part["keys"]] if crosses else outside
     # The row that predicts a generated word is that of the token before it.
     wanted = [token - (groups[token] == ANSWER_GROUP) for token in (part["opening"], *reversed(outside))]
-    for side in RASTERS:
+    for side in () if crosses else RASTERS:
         for view in part["views"]:
             centres = torch.tensor(view["boxes"]).view(-1, 2, 2).mean(1)  # (keys, x and y)
             ends = centres.amin(0), centres.amax(0)
@@ -122,22 +129,42 @@ def _tokens_by_importance(part: PictureText) -> Iterator[int]:
     yield from dict.fromkeys(wanted)
 
 
-def _describe_text(one: SampleRecord, number: int, images: list[GreyPicture]) -> PictureText | None:
-    """Describe a text without its layers, adding its pictures to `images`; None if no token has a place to draw."""
+def _describe_text(one: SampleRecord, number: tuple[int, int], images: list[GreyPicture]) -> PictureText | None:
+    """Describe a text without its layers, adding its pictures to `images`; None if no token has a place to draw.
+
+    Args:
+        one: a layer that reads it.
+        number: index of the text of the keys, and of that of the queries.
+        images: the pictures so far.
+    """
     text = one.text
-    if text.boxes is None:
+    if text.boxes is None or (one.cross_attention and one.query_text.tokens is None):
         return None
     views = [each for each in (_describe_view(text.boxes, view) for view in text.boxes.views) if each is not None]
     if not views:
         return None
     for view in views:
         view["image"] = _index_of_image(text, view, images)
-    prompt = one.calls[0][1][1] if one.calls else one.num_keys
-    groups = group_of_keys(text)
-    groups[prompt:] = torch.where(text.boxes.picture[prompt:] == NO_PICTURE, ANSWER_GROUP, groups[prompt:])
+    groups, tokens = group_of_keys(text), list(text.tokens or [""] * one.num_keys)
+    if one.cross_attention:  # the first row predicts the second token
+        of_queries = torch.full((one.num_queries,), ANSWER_GROUP)
+        of_queries[:1] = PICTURE_GROUPS.index("words")
+        groups = torch.cat([groups, of_queries])
+        tokens += one.query_text.tokens or []
+    else:
+        prompt = one.calls[0][1][1] if one.calls else one.num_keys
+        groups[prompt:] = torch.where(text.boxes.picture[prompt:] == NO_PICTURE, ANSWER_GROUP, groups[prompt:])
     listed: list[int] = groups.tolist()
-    opening = _opening_token(text, listed, views)
-    return {"text": number, "layers": [], "views": views, "groups": listed, "opening": opening}
+    opening = _opening_token(tokens, listed, views)
+    return {
+        "text": number[0],
+        "queryText": number[1],
+        "keys": one.num_keys,
+        "layers": [],
+        "views": views,
+        "groups": listed,
+        "opening": opening,
+    }
 
 
 def _describe_view(boxes: PlaceTable, view: View) -> PictureView | None:
@@ -174,13 +201,12 @@ def _index_of_image(text: Text, view: PictureView, images: list[GreyPicture]) ->
     return images.index(image)
 
 
-def _opening_token(text: Text, groups: Sequence[int], views: Sequence[PictureView]) -> int:
+def _opening_token(tokens: Sequence[str], groups: Sequence[int], views: Sequence[PictureView]) -> int:
     """Return the token that the page shows at first.
 
     The first word of the answer that has a content; without an answer the last word of the prompt, and in an image
     encoder its class token or, without one, the patch in the middle.
     """
-    tokens = text.tokens or [""] * len(groups)
 
     def keys_of_group(wanted: int) -> list[int]:
         return [key for key, group in enumerate(groups) if group == wanted]

@@ -73,13 +73,13 @@ export async function rowsInPicture(of, text, token) {
     const layer = layerOf(of, number);
     for (let h = 0; h < layer.heads; h++) {
       const row = hasArray(`${of}/${number}/${h}`)
-        ? await rowOf(`${of}/${number}/${h}`, layer, token - layer.queryStart)
+        ? await rowOf(`${of}/${number}/${h}`, layer, token - (layer.crosses ? layer.keys : layer.queryStart))
         : null;
       if (!row) return null;
       found.push(row);
     }
   }
-  const values = new Float32Array(found.length * groups.length);
+  const values = new Float32Array(found.length * groups.length).fill(NaN); // after the keys there may be queries
   for (const [n, row] of found.entries()) values.set(row, n * groups.length);
   return [values, [found.length, groups.length]];
 }

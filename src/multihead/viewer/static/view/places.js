@@ -46,8 +46,11 @@ const rows = new KeptArrays(
   one => one.byteLength,
   () => drawRows(),
 );
-const labels = () => record.texts[part.text].labels;
-const name = token => labels()[token];
+// In cross-attention the queries are of another text, whose tokens have the numbers after those of the keys.
+const crosses = () => part.keys < part.groups.length;
+const isQuery = token => !crosses() || token >= part.keys;
+const name = token =>
+  token < part.keys ? record.texts[part.text].labels[token] : record.texts[part.queryText].labels[token - part.keys];
 // The query whose row a token stands for, and the row that is shown: of a file the nearest one that it has.
 const queryOf = token => token - Number(part.groups[token] === ANSWER);
 function rowOf(token) {
@@ -125,7 +128,7 @@ function showText(/** @type {PictureText} */ text) {
 }
 
 function drawPanel() {
-  if (!(state.q >= 0 && state.q < part.groups.length)) state.q = part.opening;
+  if (!(state.q >= 0 && state.q < part.groups.length && isQuery(state.q))) state.q = part.opening;
   choices();
   gridOfHeads();
   choose(state.q);
@@ -148,11 +151,9 @@ function choices() {
         }),
       ),
     );
-  const layers = each =>
-    translate(each.groups.some(group => group > CLASS) ? 'picture.words of' : 'picture.encoder of', {
-      first: each.layers[0],
-      last: each.layers.at(-1),
-    });
+  const reader = ({ keys, groups }) =>
+    keys < groups.length ? 'crosses' : groups.some(group => group > CLASS) ? 'words' : 'encoder';
+  const layers = each => translate(`picture.${reader(each)} of`, { first: each.layers[0], last: each.layers.at(-1) });
   const pictures = new Set(views.map(view => view.picture)).size;
   const nameOfView = ({ picture, view }) =>
     [
@@ -259,7 +260,7 @@ function read(times) {
     const sentences = [
       translate('picture.' + cut, sizes),
       translate('picture.reads', values),
-      translate('picture.choose'),
+      translate(crosses() ? 'picture.choose word' : 'picture.choose'),
     ];
     $('lead').textContent = sentences.join(translate('join.sentences'));
     const row = rowOf(state.q);
@@ -267,7 +268,15 @@ function read(times) {
     if (weights.length * list.heads.length !== rows.get(nameOf(row)).length) notes.push(translate('picture.means'));
     const { l, h } = state.p;
     const layer = list.numbered.get(l);
-    const place = { ...state, a: { l, h }, q: row - layer.queryStart, compare: false, x: 0, y: 0, n: 0 };
+    const place = {
+      ...state,
+      a: { l, h },
+      q: row - (crosses() ? part.keys : layer.queryStart),
+      compare: false,
+      x: 0,
+      y: 0,
+      n: 0,
+    };
     $('placetitle').replaceChildren(
       h < 0
         ? titleOf(state.p)
@@ -295,7 +304,8 @@ function drawWords() {
   const weights = state.p && weightsOf(state.p);
   const times = state.p && timesOf(state.p);
   const shares = weights ? sharesOf(weights) : [];
-  const present = GROUPS.map((_, group) => group).filter(group => part.groups.includes(group));
+  const ofKeys = part.groups.slice(0, part.keys);
+  const present = GROUPS.map((_, group) => group).filter(group => ofKeys.includes(group));
   $('placebar').replaceChildren(
     ...present.map(group => el('span', { className: CLASSES[group], v: shares[group] ?? 0 })),
   );
@@ -312,28 +322,36 @@ function drawWords() {
     ),
   );
   const placed = new Set(patches());
-  const text = record.texts[part.text];
   const boxes = [];
   const spans = [];
   for (let from = 0; from < part.groups.length; ) {
     const drawn = placed.has(from);
     let to = from + 1;
-    while (to < part.groups.length && placed.has(to) === drawn) to++;
+    while (to < part.groups.length && to !== part.keys && placed.has(to) === drawn) to++;
     const box = el(
       'span',
       drawn ? { className: 'note', textContent: translate('picture.patches', { n: to - from }) } : {},
     );
-    if (!drawn) spans.push(...setText(box, text, from, to));
+    const first = from < part.keys ? 0 : part.keys;
+    if (!drawn) {
+      const text = record.texts[first ? part.queryText : part.text];
+      for (const span of setText(box, text, from - first, to - first)) {
+        span.dataset.p = String(Number(span.dataset.p) + first);
+        spans.push(span);
+      }
+    }
     boxes.push(box, ' ');
     from = to;
   }
   const held = $('placewords').contains(root.activeElement);
   $('placewords').hidden = !spans.length;
   $('placewords').replaceChildren(...boxes);
-  const tokens = spans.map(span => Number(span.dataset.p));
+  const tokenOf = span => Number(span.dataset.p);
+  const queries = spans.filter(span => isQuery(tokenOf(span)));
+  const tokens = queries.map(tokenOf);
   makeChoosable(
     $('placewords'),
-    spans,
+    queries,
     translate('picture.words'),
     tokens.map(name),
     tokens.indexOf(state.q),
@@ -341,9 +359,8 @@ function drawWords() {
       choose(token);
     },
   );
-  spans.forEach((span, n) => {
-    if (times && times[tokens[n]] >= 0) paintElement(span, toneOfTimes(times[tokens[n]]));
-  });
+  for (const span of spans)
+    if (times && times[tokenOf(span)] >= 0) paintElement(span, toneOfTimes(times[tokenOf(span)]));
   if (held) elementIn($('placewords'), '[tabindex="0"]')?.focus();
 }
 
@@ -453,11 +470,11 @@ canvas.onpointermove = event => point(placeOf(event));
 canvas.onpointerleave = () => point(-1);
 canvas.onclick = event => {
   const place = placeOf(event);
-  if (place >= 0) choose(views[shown].keys[place]);
+  if (place >= 0 && isQuery(views[shown].keys[place])) choose(views[shown].keys[place]);
 };
 canvas.onkeydown = event => {
   const view = views[shown];
-  if (/^(Enter| )$/.test(event.key) && pointed >= 0) choose(view.keys[pointed]);
+  if (/^(Enter| )$/.test(event.key) && pointed >= 0 && isQuery(view.keys[pointed])) choose(view.keys[pointed]);
   else if (ARROWS[event.key]) {
     const next = pointed < 0 ? (view.at.get(state.q) ?? 0) : placeBeside(view, pointed, ARROWS[event.key]);
     if (next >= 0) point(next);
