@@ -12,7 +12,7 @@ import pytest
 from multihead.viewer import write_report
 from tests.browser.records import important
 from tests.browser.shown import DESKTOP, PHONE, Shown, serious
-from tests.head_numbers import found, record
+from tests.head_numbers import Numbers, found, record
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -91,11 +91,13 @@ def test_the_panel_fits_and_is_accessible(opened: Opened, options: Any, scheme: 
     assert shown.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
-def test_a_report_has_the_panel_too_and_says_that_one_text_hatches_nothing(
+def test_a_report_has_the_panel_too_and_neither_one_text_nor_a_head_that_was_not_measured_is_hatched(
     browser: Browser, tmp_path: Path, checked: Callable[[Shown], Shown]
 ) -> None:
-    one = record()
+    one, part = record(), record()
     one.add(found(texts=1))
+    name = found().layers[1].name
+    part.add(Numbers(found().statistic, {name: found().effects_of_texts[name]}))
     for seen, hatched in ((important(), True), (one, False)):
         write_report(seen, tmp_path / "page.html", title="a model")
         shown = checked(Shown(browser.new_context(**DESKTOP), (tmp_path / "page.html").as_uri()))
@@ -103,3 +105,8 @@ def test_a_report_has_the_panel_too_and_says_that_one_text_hatches_nothing(
         assert (shown.at(f"{CELLS}.within").count() > 0) is hatched
         assert ("nothing is hatched" in shown.text("#importantscale")) is not hatched
         assert numbers(shown) == pytest.approx(found(texts=12 if hatched else 1).effects.flatten().tolist(), rel=0.006)
+    write_report(part, tmp_path / "part.html", title="a model")
+    shown = checked(Shown(browser.new_context(**DESKTOP), (tmp_path / "part.html").as_uri()))
+    shown.visit()
+    assert shown.at(f"{CELLS}.unmeasured:not(.within)").count() == 4  # those of the other layer
+    assert len(numbers(shown)) == 4

@@ -14,6 +14,7 @@ from torch import Tensor
 import multihead as mh
 from multihead.errors import ArgumentError
 from multihead.interventions.patch import PatchStep
+from multihead.record.head_numbers import NumbersOverTexts
 from tests.interventions.changed_eager import changed_eager, replaced
 from tests.interventions.test_importance import losses_by_hand, small
 from tests.interventions.tiny_models import double
@@ -124,8 +125,14 @@ def test_shares_are_those_of_the_sums_and_their_errors_those_of_leaving_one_pair
     assert noised.heads(1)[0].head == int(noised.recovered[0].argmin())
     with torch.no_grad(), mh.observe(layer) as seen:
         layer(x)
-    seen.add(found)
+    for one in (found, noised):
+        seen.add(one)
     assert [row["recovered_first_patch"] for row in seen.table().rows] == pytest.approx(shares.tolist())
+    lost = 1 - noised.recovered[0]  # 0 is a head without an effect
+    assert [row["lost_first_patch"] for row in seen.table().rows] == pytest.approx(lost.tolist())
+    for name, one in (("recovered_first_patch", found), ("lost_first_patch", noised)):
+        numbers = NumbersOverTexts([seen.layers[0].numbers[name]])
+        torch.testing.assert_close(numbers.errors[0], one.standard_errors[0])
 
 
 def test_without_a_gap_there_is_no_share_and_a_sentence_says_so() -> None:

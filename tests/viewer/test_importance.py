@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import multihead as mh
 from multihead.observation.record import Record
 from multihead.viewer import write_report
 from multihead.viewer.page_types import HeadNumbers, SampleDescription
 from multihead.viewer.payload import RecordedRun, describe_sample
+from tests.families import family
 from tests.head_numbers import Numbers, add_together, found, record
 
 
@@ -72,6 +76,29 @@ def test_estimates_come_after_exact_effects_and_by_their_name() -> None:
     assert labels[estimate["id"]] == "estimated effect on surprise by zero"
     chinese = {each["id"]: each["label"] for each in described(seen, "zh")["columns"]}
     assert chinese[estimate["id"]] == "对surprise影响的估计（置零）"
+
+
+@pytest.mark.parametrize("direction", ["clean into corrupted", "corrupted into clean"])
+def test_shares_of_patching_are_those_of_patch_and_without_a_gap_a_sentence_stands_for_them(direction: Any) -> None:
+    seen = record()
+    clean = torch.arange(3, 35).view(4, 8)
+    measure = mh.logit_difference(7, 9)
+    shares = mh.patch(family("llama"), clean, clean + 20, measure, direction=direction)
+    assert shares.has_gap
+    seen.add(shares)
+    numbers = numbers_of(seen)
+    lost = direction == "corrupted into clean"
+    expected = (1 - shares.recovered if lost else shares.recovered).flatten().tolist()
+    assert described(seen)["metrics"][numbers["id"]] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert numbers["errors"] == pytest.approx(shares.standard_errors.flatten().tolist(), rel=1e-4)
+    assert numbers["order"] == [4 * each.layer + each.head for each in shares.heads(10)]
+    assert numbers["name"] == ("lost by patching" if lost else "recovered by patching")
+    assert " over 4 pairs of texts" in numbers["sentence"]
+    without = mh.patch(family("llama"), clean, clean.flip(0), measure, direction=direction)
+    assert not without.has_gap
+    seen.add(without)
+    assert numbers_of(seen)["sentence"].endswith("so there is no share of their difference.")
+    assert numbers_of(seen)["order"] == []
 
 
 def test_a_record_of_other_layers_shows_the_heads_that_were_measured() -> None:

@@ -26,6 +26,7 @@ from multihead.interventions.sweep import SweptLayer
 from multihead.locale.texts import text
 from multihead.models import huggingface
 from multihead.probes.catalogue import statistic_of_heads
+from multihead.probes.head_statistic import HeadStatistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
 from multihead.record.head_numbers import STANDARD_ERRORS
 from multihead.record.table import HeadList, HeadOfLayer, HeadTable
@@ -160,8 +161,11 @@ class Patching:
         before = self.corrupted if self.direction == "clean into corrupted" else self.clean
         return self._by_layer(lambda values: (values - _per_pair(before, values)).nanmean(0))
 
-    def _shares(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the share of each patch and its standard error: (pairs, ...) -> (...)."""
+    def _shares(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the share of each patch, its standard error, and the share without each pair: (pairs, ...) -> (...).
+
+        The last is (pairs, ...), 0 for a pair without the token.
+        """
         known = values.isfinite()
         change = (values - _per_pair(self.corrupted, values)).masked_fill(~known, 0)
         gap = _per_pair(self.clean - self.corrupted, values).masked_fill(~known, 0)
@@ -171,7 +175,7 @@ class Patching:
         squares = (without - without.sum(0) / pairs).masked_fill(~known, 0).square().sum(0)
         error = ((pairs - 1) / pairs * squares).sqrt().masked_fill(pairs < 2, torch.nan)
         unknown = (pairs == 0) | torch.tensor(not self.has_gap)
-        return share.masked_fill(unknown, torch.nan), error.masked_fill(unknown, torch.nan)
+        return share.masked_fill(unknown, torch.nan), error.masked_fill(unknown, torch.nan), without
 
     def _by_layer(self, of: Callable[[Tensor], Tensor]) -> Tensor:
         rows = [of(self.patched[layer.name]) for layer in self.layers]
@@ -233,26 +237,38 @@ class Patching:
         return HeadTable.from_rows(rows, sort=sort, top=top, statistics=shown)
 
     @property
-    def statistic(self) -> Statistic:
-        """How a share is shown as a column of a record."""
+    def statistic(self) -> HeadStatistic:
+        """How a share is shown as a column of a record.
+
+        Corrupted into clean it is the lost share, 1 minus the recovered one, so that 0 is a head without an effect.
+        """
         measure = self.measure
-        return statistic_of_heads("recovered", measure.name, "%", "patch", more_is_better=measure.more_is_better)
+        what = "recovered" if self.direction == "clean into corrupted" else "lost"
+        return statistic_of_heads(what, measure.name, "%", "patch", more_is_better=measure.more_is_better)
 
     @property
-    def statistics(self) -> dict[str, Statistic]:
+    def statistics(self) -> dict[str, HeadStatistic]:
         """Name -> statistic of the column that `Record.add` adds, over heads."""
         return {self.statistic.name: self.statistic} if self.over == "heads" else {}
 
     @property
     def by_layer(self) -> dict[str, dict[str, Tensor]]:
-        """Name of a layer -> name of a statistic -> (pairs, heads), whose mean is the share, for `Record.add`."""
-        gap = self.gap if self.has_gap else math.nan
+        """Name of a layer -> name of a statistic -> (pairs, heads), for `Record.add`.
+
+        Their mean over pairs is the share, and the standard error of the mean that of `standard_errors`: they are the
+        pseudo-values of the jackknife, moved so that their mean is the share.
+        """
+        if self.over != "heads":
+            return {layer.name: {} for layer in self.layers}
         return {
-            layer.name: {name: (values - _per_pair(self.corrupted, values)) / gap}
-            for layer in self.layers
-            for name, values in ((self.statistic.name, self.patched[layer.name]),)
-            if self.over == "heads"
+            layer.name: {self.statistic.name: self._pseudo_values(self.patched[layer.name])} for layer in self.layers
         }
+
+    def _pseudo_values(self, values: Tensor) -> Tensor:
+        """Return numbers whose mean over pairs is the share and whose spread is its error: (pairs, heads)."""
+        share, _, without = self._shares(values)
+        spread = (self.pairs - 1) * (without - without.mean(0)) if self.pairs > 1 else torch.zeros_like(values)
+        return share - spread if self.direction == "clean into corrupted" else 1 - share + spread
 
     def describe(self, lang: str = "en") -> str:
         """Describe the result in sentences: the gap, whether there are shares of it, and how it ran.

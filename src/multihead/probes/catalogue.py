@@ -338,7 +338,7 @@ def statistic_of_heads(
     """Return the statistic of what heads do for a measure of a model's output, see `multihead.importance`.
 
     Args:
-        what: "effect", "estimate", "sensitivity" or "recovered", which begins the name.
+        what: one of `HEAD_NUMBERS`, which begins the name.
         measure: name of the measure.
         unit: unit of the measure; "%" for a share.
         by: what replaces the output of a head.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from multihead.locale.texts import text, text_or
 from multihead.probes.probe import Statistic
 
-HEAD_NUMBERS = ("effect", "estimate", "sensitivity", "recovered")
+HEAD_NUMBERS = ("effect", "estimate", "sensitivity", "recovered", "lost")
 """What a `HeadStatistic` can be, exact effects first."""
 
 
@@ -34,7 +34,8 @@ class HeadStatistic(Statistic):
 
     Attributes:
         what: "effect" (the measure without the head minus the measure with it), "estimate" (the same by gradient),
-            "sensitivity" (the size of the gradient) or "recovered" (the share that patching recovers).
+            "sensitivity" (the size of the gradient), "recovered" (the share that patching clean outputs into corrupted
+            texts recovers) or "lost" (the share that is lost by patching the other way).
         measure: name of the measure.
         by: what replaces the output of a head: "zero", "mean" or another.
         better: whether "more" or "less" of the measure is better; "" for neither.

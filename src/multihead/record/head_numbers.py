@@ -60,14 +60,16 @@ class NumbersOverTexts:
         """Number of heads of which this is expected if all means are 0, by Student's t distribution; NaN for a text."""
         return self.num_heads * chance_beyond(STANDARD_ERRORS, self.texts - 1) if self.texts > 1 else math.nan
 
-    def describe(self, lang: str) -> str:
+    def describe(self, lang: str, *, pairs: bool = False) -> str:
         """Return a sentence: how many heads change the measure, and how many would by chance.
 
         Args:
             lang: "en" or "zh".
+            pairs: whether the texts are pairs.
         """
+        of = ("one text", "several texts", "one pair", "several pairs")
         return text(
-            "importance.one text" if self.texts == 1 else "importance.several texts",
+            f"importance.{of[2 * pairs + (self.texts > 1)]}",
             lang,
             heads=self.num_heads,
             texts=self.texts,

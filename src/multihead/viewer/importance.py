@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MOST_IMPORTANT = 10
 """Number of heads that are listed as those that matter most."""
 
+SHARES = ("recovered", "lost")  # of pairs of texts
 UNSIGNED = "sensitivity"  # numbers that are never below 0, so that a distance from 0 in standard errors means nothing
 
 
@@ -54,7 +55,11 @@ def _describe(record: Record, shown: HeadStatistic, lang: str) -> HeadNumbers:
             [
                 text(f"viewer.important.above.{_meaning(shown)}", lang),
                 *([text("viewer.important.hatched", lang)] if hatches else []),
-                *([text("viewer.important.one text", lang)] if texts == 1 else []),
+                *(
+                    [text(f"viewer.important.one {'pair' if shown.what in SHARES else 'text'}", lang)]
+                    if texts == 1
+                    else []
+                ),
             ]
         ),
         "errors": round_all_for_json(torch.cat(numbers.errors)) if texts > 1 else [],
@@ -68,6 +73,8 @@ def _sentence(shown: HeadStatistic, numbers: NumbersOverTexts, lang: str) -> str
     """Return how many heads are beyond chance; of estimates also that they are estimates."""
     if shown.what == UNSIGNED:
         return text("viewer.important.unsigned", lang, texts=numbers.texts, heads=numbers.num_heads)
+    if shown.what in SHARES:
+        return numbers.describe(lang, pairs=True) if numbers.num_heads else text("viewer.important.no gap", lang)
     return numbers.describe(lang) + (text("importance.gradient", lang) if shown.what == "estimate" else "")
 
 

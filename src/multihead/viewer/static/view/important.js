@@ -33,8 +33,10 @@ function withError(/** @type {Statistic} */ one, /** @type {Statistic} */ error,
     : signed(one, i);
   return value + (one.percentage || !one.unit ? '' : NBSP + one.unit);
 }
-const isWithin = i =>
-  chosen.hatches && Math.abs(chosen.shown.values[i]) <= ERRORS * (chosen.error.values[i] ?? Infinity);
+function isWithin(i) {
+  const value = chosen.shown.values[i];
+  return chosen.hatches && isKnown(value) && Math.abs(value) <= ERRORS * (chosen.error.values[i] ?? Infinity);
+}
 function described(i) {
   const head = record.named(i);
   if (!isKnown(chosen.shown.values[i])) return translate('important.not measured', { head });
@@ -62,6 +64,7 @@ function choose(/** @type {Important} */ numbers) {
   if (!isKnown(chosen.shown.values[lit])) lit = chosen.order[0] ?? 0;
   $('importantlead').textContent = chosen.sentence;
   $('importantabout').textContent = chosen.about;
+  $('important').classList.toggle('unknown', !chosen.order.length); // a sentence alone, such as that there is no share
   switchOfNumbers();
   drawTogether(); // it decides how wide the grid is
   drawMost();
