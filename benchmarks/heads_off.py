@@ -14,7 +14,7 @@ from torch import Tensor
 
 import multihead as mh
 from benchmarks.machine import machine_line
-from benchmarks.pages import RESULTS, ROOT, table, today, write_page
+from benchmarks.pages import ACCENT, GREY, INK, RESULTS, ROOT, picture, table, today, write_page
 from multihead.interventions.predictions import token_losses
 from multihead.models.loading import load
 from multihead.observation.textbook import (
@@ -35,7 +35,6 @@ PICTURE = ROOT / "docs" / "pictures" / "heads-off.svg"
 REPEATED = slice(
     DEFAULT_LENGTH + 1, DEFAULT_TIMES * DEFAULT_LENGTH
 )  # losses of runs 2 and 3, without the first token of run 2
-INK, ACCENT, GREY = "#1D2733", "#C2185B", "#8A93A0"
 
 Head = tuple[int, int]
 
@@ -90,12 +89,16 @@ class Result:
 
 
 def draw_heads(like: Sequence[Head], excluded: Iterable[Head], num_heads: int, *, seed: int) -> tuple[Head, ...]:
-    """Draw as many heads per layer as some heads have, without the excluded ones."""
+    """Draw as many heads per layer as some heads have, without the excluded ones where a layer has enough others."""
     seeded, excluded, drawn = torch.Generator().manual_seed(seed), set(excluded), []
     for layer in sorted({layer for layer, _ in like}):
+        wanted = sum(each == layer for each, _ in like)
         allowed = [head for head in range(num_heads) if (layer, head) not in excluded]
-        order = torch.randperm(len(allowed), generator=seeded).tolist()
-        drawn += [(layer, allowed[index]) for index in order[: sum(each == layer for each, _ in like)]]
+        heads = [allowed[index] for index in torch.randperm(len(allowed), generator=seeded).tolist()]
+        if wanted > len(heads):
+            left = [head for head in range(num_heads) if head not in allowed]
+            heads += [left[index] for index in torch.randperm(len(left), generator=seeded).tolist()]
+        drawn += [(layer, head) for head in heads[:wanted]]
     return tuple(drawn)
 
 
@@ -167,13 +170,7 @@ def rows_of_table(result: Result) -> list[tuple[str, ...]]:
 
 def draw_picture(result: Result, target: Path) -> None:
     """Draw the loss of each token along the text, with all heads and without some."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "heads off", "font.family": "sans-serif"}):
-        figure, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    with picture(target, 9, 4.2) as ax:
         tokens = torch.arange(1, DEFAULT_TIMES * DEFAULT_LENGTH + 1)
         for (name, losses), colour in zip(result.curves.items(), (ACCENT, GREY, INK), strict=True):
             ax.plot(tokens, losses, color=colour, linewidth=1.6, label=name)
@@ -195,9 +192,6 @@ def draw_picture(result: Result, target: Path) -> None:
         ax.set_ylim(bottom=0)
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(frameon=False, loc="upper right", fontsize=10)
-        figure.savefig(target, metadata={"Date": None})
-        plt.close(figure)
-    click.echo(f"{target}: {target.stat().st_size / 1e3:.0f} kB")
 
 
 def page(result: Result) -> list[str]:

@@ -1,10 +1,12 @@
-"""Write results: a dated page in benchmarks/results/, and tables in docs/measured.md and its translation."""
+"""Write results: a dated page in benchmarks/results/, tables in docs/measured.md and its translation, and pictures."""
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "docs" / name for name in ("measured.md", "measured.zh.md")]
 HEAD = "|---|---|---|\n"  # of a table with three columns
+INK, ACCENT, GREY = "#1D2733", "#C2185B", "#8A93A0"
 
 
 def today() -> str:
@@ -47,3 +50,16 @@ def replace_table(page: str, mark: str, rows: Iterable[Sequence[str]]) -> str:
     end = page.index(mark)
     begin = page.rindex(HEAD, 0, end) + len(HEAD)
     return page[:begin] + "\n".join(f"| {' | '.join(row)} |" for row in rows) + page[end:]
+
+
+@contextmanager
+def picture(target: Path, width: float, height: float) -> Iterator[Any]:
+    """Yield axes of a size in inches, and write what is drawn there as an SVG that is equal from run to run."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": target.stem, "font.family": "sans-serif"}):
+        figure = Figure((width, height), layout="constrained")
+        yield figure.add_subplot()
+        figure.savefig(target, metadata={"Date": None})
+    click.echo(f"{target}: {target.stat().st_size / 1e3:.0f} kB")

@@ -21,7 +21,7 @@ from torch import Tensor
 import multihead as mh
 from benchmarks.machine import machine_line
 from benchmarks.measure import seconds
-from benchmarks.pages import table
+from benchmarks.pages import picture, table
 from benchmarks.peak_memory import peak
 from benchmarks.simulated_ranks import Heads, Machine, Simulated, simulate
 from multihead import masks
@@ -267,22 +267,16 @@ def calibrated(heads: Heads, *, rounds: int = 25, nbytes: int = 16 << 20) -> Cal
 
 def write_plot(found: dict[str, list[Simulated]], length: int, target: Path) -> None:
     """Draw the efficiency by the number of ranks as an SVG."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    figure = Figure((7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for name, each in found.items():
-        axes.plot([one.ranks for one in each], [100 * one.efficiency for one in each], marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([one.ranks for one in next(iter(found.values()))])
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set(ylim=(0, 105), xlabel="ranks", ylabel="efficiency (%)")
-    axes.set_title(f"Simulated, not measured: training attention over {length:,} tokens")
-    axes.legend(frameon=False)
-    axes.grid(visible=True, alpha=0.3)
-    with mpl.rc_context({"svg.hashsalt": "ranks", "svg.fonttype": "none"}):
-        figure.savefig(target, metadata={"Date": None})
+    with picture(target, 7, 4) as axes:
+        for name, each in found.items():
+            axes.plot([one.ranks for one in each], [100 * one.efficiency for one in each], marker="o", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([one.ranks for one in next(iter(found.values()))])
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.set(ylim=(0, 105), xlabel="ranks", ylabel="efficiency (%)")
+        axes.set_title(f"Simulated, not measured: training attention over {length:,} tokens")
+        axes.legend(frameon=False)
+        axes.grid(visible=True, alpha=0.3)
 
 
 @click.group()
