@@ -164,11 +164,8 @@ def prepare(
     needed = sum(each.nbytes for each in (*_tensors_in(output), *_tensors_in([*replay.block_outputs.values()])))
     copies = 1 if one_by_one else copies_per_pass(layers, needed)
     prepared = PreparedBatch(model, batch, measure, replay, 1, layers, baseline, found)
-    if copies > 1 and (repeated := _in_copies(prepared, output, copies)) is not None:
-        prepared, output = repeated
-    again = repeat_batch(batch, prepared.copies)
-    prepared.replay.check_exactness(lambda: _tensors_in(run_batch(model, again)), _tensors_in(output))
-    return prepared
+    replay.check_exactness(lambda: _tensors_in(run_batch(model, batch)), _tensors_in(output))
+    return (_in_copies(prepared, output, copies) if copies > 1 else None) or prepared
 
 
 def numbers_of_texts(batch: Any, layers: ReadLayers) -> set[int]:
@@ -177,8 +174,10 @@ def numbers_of_texts(batch: Any, layers: ReadLayers) -> set[int]:
     return {rows, *(layer.texts for layer in layers.found.values() if layer.texts)}
 
 
-def _in_copies(one: PreparedBatch, expected: Any, copies: int) -> tuple[PreparedBatch, Any] | None:
-    """Read a batch in copies, and return what was read and the output; None if the model does not read them as texts.
+def _in_copies(one: PreparedBatch, expected: Any, copies: int) -> PreparedBatch | None:
+    """Read a batch in copies; return None if the model does not read them as texts.
+
+    Replays are exact if they are with one copy: the stored outputs are those of a run in the same batch shape.
 
     Args:
         one: the batch, read once.
@@ -203,7 +202,8 @@ def _in_copies(one: PreparedBatch, expected: Any, copies: int) -> tuple[Prepared
     if not alike or not as_texts or again.found.keys() != found.found.keys():
         return None
     baseline = one.measure.of_texts(parts[0], one.batch, (len(one.baseline),))
-    return PreparedBatch(one.model, one.batch, one.measure, replay, copies, one.layers, baseline, found), output
+    replay.is_exact = one.replay.is_exact and len(replay.block_outputs) == len(replay.blocks)
+    return PreparedBatch(one.model, one.batch, one.measure, replay, copies, one.layers, baseline, found)
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:

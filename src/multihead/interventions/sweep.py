@@ -21,7 +21,7 @@ from multihead.interventions.replay import Replay, repeat_batch
 from multihead.tensors.undo import Undo
 
 BatchInputs = Mapping[str, Tensor]
-_MAX_BYTES = 1 << 28  # of what all copies of a batch need in one forward pass: 256 MiB
+_MAX_BYTES = 1 << 29  # of what all copies of a batch need in one forward pass: 512 MiB
 
 
 @dataclass(frozen=True)
