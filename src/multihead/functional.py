@@ -465,6 +465,8 @@ def attend(request: AttentionRequest, *, kernel: str | None = None, published: b
     receivers = request.surroundings.listeners if published else ()
     if receivers:
         request = request.as_listeners_receive_it()
+    elif published and head_changes.active_changes and (output := head_changes.replace_attention(request)) is not None:
+        return AttentionResult(output, output.new_zeros(output.shape[:3], dtype=torch.float32))
     bounds, chosen = plan_call(request, kernel=kernel)
     if request.scales is not None and not chosen.reads_int8(request):
         request = request.with_dequantised_keys()

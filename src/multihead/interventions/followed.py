@@ -69,6 +69,9 @@ class _CallFollower:
         """Whether a module is the model or a part of it, and runs in the thread whose model inputs are tracked."""
         return id(module) in self.names and (self.inputs.is_recording or is_in_backward_pass())
 
+    def replace_attention(self, request: AttentionRequest) -> None:
+        """Return None, because the function takes the output of the attention."""
+
     def change_output(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Pass a call and its output to `function`, and return the result of `function`."""
         module, again = request.known_origin.layer, request.origin is self._newest_origin

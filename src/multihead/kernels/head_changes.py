@@ -45,6 +45,10 @@ class HeadChange(Protocol):
         """Whether a module is the changed model or a part of it, and its calls in this thread are changed."""
         ...
 
+    def replace_attention(self, request: AttentionRequest) -> Tensor | None:
+        """Return the output of a call of the model if it does not depend on its attention; None computes that."""
+        ...
+
     def change_output(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Change the output of a call of the model, (batch, heads, queries, value_dim), before its projection.
 
@@ -72,6 +76,12 @@ def apply_change(change: HeadChange) -> Iterator[None]:
         undo.add_step(remove_change)
         active_changes = (*active_changes, change)
         yield
+
+
+def replace_attention(request: AttentionRequest) -> Tensor | None:
+    """Return the output of a call, (batch, heads, queries, value_dim), if an active change needs no attention of it."""
+    found = (change.replace_attention(request) for change in _changes_of_call(request))
+    return next((output for output in found if output is not None), None)
 
 
 def change_output(request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:

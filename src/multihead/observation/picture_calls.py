@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import MultiheadError
-from multihead.kernels.call import without_listeners
-from multihead.models.pretrained import pretrained_models, without_tracking
+from multihead.models.pretrained import pretrained_models
 from multihead.observation.picture_units import PIXELS, copy_pictures
 from multihead.observation.places import LayerPlaces, Progress, measure_places
 from multihead.probes.places import PlaceTable
@@ -136,17 +135,15 @@ class PictureCall:
             noise = torch.rand(pixels.shape, generator=torch.Generator().manual_seed(0))
             self.inputs[PIXELS] = noise.to(pixels)
         try:
-            # The model may be observed while this is measured.
-            with without_listeners(), without_tracking():
-                found = measure_places(
-                    module,
-                    self.inputs,
-                    self.processor,
-                    self.images,
-                    self.random_state,
-                    gives_up=not asked,
-                    progress=progress,
-                )
+            found = measure_places(
+                module,
+                self.inputs,
+                self.processor,
+                self.images,
+                self.random_state,
+                gives_up=not asked,
+                progress=progress,
+            )
         except Exception as error:  # noqa: BLE001 - without attention a model may raise any error, and the record stays
             reason = str(error) if isinstance(error, MultiheadError) else f"{type(error).__name__}: {error}"
             if asked:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,18 @@ class PictureUnits:
     def change(self, units: Tensor, seed: int) -> Tensor:
         """Return the pixels with noise added to some units, (units,) bool; each seed has its own noise."""
         # Noise of one draw could be a multiple of the picture, which a normalisation after the patches would undo.
-        noise = torch.randn(self.pixels.shape, generator=torch.Generator().manual_seed(0x9E3779B9 + seed))
-        size = float(self.pixels[self.is_picture.expand(self.pixels.shape)].float().std()) or 1.0
+        noise = torch.rand(self.pixels.shape, generator=torch.Generator().manual_seed(0x9E3779B9 + seed))
+        noise = noise.sub_(0.5).mul_(self._size_of_noise).to(self.pixels)
         mask = (units & self.live)[self.numbers].to(self.pixels.device) & self.is_picture
-        return self.pixels + (noise * size).to(self.pixels) * mask
+        return noise.mul_(mask).add_(self.pixels)
+
+    @cached_property
+    def _size_of_noise(self) -> float:
+        """Three standard deviations of the pixels of pictures."""
+        pixels = self.pixels.detach()
+        if not bool(self.is_picture.all()):
+            pixels = pixels[self.is_picture.expand(pixels.shape)]
+        return 3 * float(pixels.float().std()) or 1.0
 
 
 def find_units(model: nn.Module, inputs: Mapping[str, Any], processor: Any, images: Any) -> list[PictureUnits]:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ModelError
 from multihead.errors.given import check_module, is_batch, reject_given
+from multihead.kernels.call import without_listeners
+from multihead.models.pretrained import without_tracking
 from multihead.observation.picture_units import PictureUnits, find_units
 from multihead.observation.unmixed import (
     FIRST_CALL,
@@ -30,14 +33,14 @@ from multihead.observation.unmixed import (
     unlike_layers,
     without_attention,
 )
-from multihead.probes.places import NO_PICTURE, NO_PLACE, PlaceTable
+from multihead.probes.places import NO_PICTURE, PlaceTable
 
 Progress = Callable[[int, int], None]
 """Function that is called with the number of runs that are done, and of those that are expected."""
 
 _CHECKS = 4
 _MOST_CHANGED = 0.9  # part of the keys of single patches that change with half of the patches, at most
-_KEYS_AT_ONCE = 512
+_CELLS_AT_ONCE = 1 << 18  # bounds the memory of keys x units
 _OWN_TOKENS = {"cls": "CLS", "class": "CLS", "register": "REG", "distillation": "DIST", "detection": "DET"}
 _LEAST_COVERED = 0.75  # part of the rectangle around the patches of a key that these cover, but for padding
 
@@ -134,7 +137,11 @@ def measure_places(
         )
     found: dict[str, LayerPlaces] = {}
     total = _expected_runs(candidates[0])
-    with without_attention(model, inputs, random_state, lambda done: progress(min(done, total), total)) as runs:
+    with (  # the model may be observed while this is measured
+        without_listeners(),
+        without_tracking(),
+        without_attention(model, inputs, random_state, lambda done: progress(min(done, total), total)) as runs,
+    ):
         for units in candidates:  # one for each size that patches may have
             finder = _PlaceFinder(runs, units)
             if gives_up and not finder.sees_patches():
@@ -159,12 +166,14 @@ class _MeasuredLayer:
         allowed: per axis of the units, (batch * keys, size of the axis) bool: a key depends on the units that are
             allowed on all axes.
         changes: (batch * keys,) bool, whether a key depends on any unit.
+        predicted: (halves, batch * keys) bool, whether a key changes with each half of the checks.
         placed: (batch * keys,) bool, whether the checks confirm this.
         table: the places, (batch, keys).
     """
 
     allowed: list[Tensor]
     changes: Tensor
+    predicted: Tensor
     placed: Tensor
     table: PlaceTable
 
@@ -239,7 +248,7 @@ class _PlaceFinder:
         def find(tolerance: float) -> _MeasuredLayer:
             changed = differences > tolerance
             for layer in measured:
-                if self._explains(layer, halves, changed):
+                if self._explains(layer, changed):
                     return layer
             measured.append(self._measure(name, tolerance, halves, changed))
             return measured[-1]
@@ -281,8 +290,9 @@ class _PlaceFinder:
                     possible &= ones | ~(one & ~zero)[:, None]
                     possible &= ~ones | ~(zero & ~one)[:, None]
                 allowed.append(possible)
-        layer = _MeasuredLayer(allowed, changes, changes & ~silent, PlaceTable.without_places(*shape))
-        return self._placed(layer, halves, changed)
+        layer = _MeasuredLayer(allowed, changes, changed, changes & ~silent, PlaceTable.without_places(*shape))
+        layer = replace(layer, predicted=self._predict(layer, halves))
+        return self._placed(layer, changed)
 
     @contextmanager
     def _cheapest_change(self, name: str, tolerance: float) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -315,84 +325,90 @@ class _PlaceFinder:
                     return
         yield change_pixels
 
-    def _explains(self, layer: _MeasuredLayer, halves: list[Tensor], changed: Tensor) -> bool:
+    def _explains(self, layer: _MeasuredLayer, changed: Tensor) -> bool:
         """Whether a layer whose keys `changed` in the checks, (checks, batch * keys), has the places of another one."""
         if len(layer.changes) != changed.shape[1]:
             return False
-        predicted = self._predict(layer, halves)
         settled = layer.placed | ~layer.changes
-        return bool((predicted == changed)[:, settled].all())
+        return bool((layer.predicted == changed)[:, settled].all())
 
-    def _units_of_keys(self, layer: _MeasuredLayer, keys: slice) -> tuple[Tensor, Tensor]:
-        """Return the units that some keys may depend on, (units,) int64, and which each does, (keys, units) bool."""
-        frames, rows, columns = (allowed[keys] & layer.changes[keys, None] for allowed in layer.allowed)
-        index = (self.units.live & frames.any(0)[self.units.axes[0]]).nonzero()[:, 0]
-        frame, row, column = self.units.axes[:, index]
-        return index, frames[:, frame] & rows[:, row] & columns[:, column]
+    @cached_property
+    def _unit_at(self) -> Tensor:
+        """The unit at each frame, row and column that is part of a picture, int64; -1 where none is."""
+        axes, live = self.units.axes, self.units.live
+        found = torch.full(tuple((axes.amax(1) + 1).tolist()), -1)
+        found[tuple(axes[:, live])] = live.nonzero()[:, 0]
+        return found
+
+    def _units_of_keys(self, layer: _MeasuredLayer, start: int, stop: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield slices of the keys [start, stop), and pairs of a key in the slice and a unit that it may depend on."""
+        size = max(_CELLS_AT_ONCE // self._unit_at.numel(), 1)
+        for first in range(start, stop, size):
+            keys = slice(first, min(first + size, stop))
+            frames, rows, columns = (allowed[keys] for allowed in layer.allowed)
+            frames = frames & layer.changes[keys, None]
+            cells = frames[:, :, None, None] & rows[:, None, :, None] & columns[:, None, None]
+            key, *cell = cells.nonzero().unbind(1)
+            unit = self._unit_at[tuple(cell)]
+            yield keys, key[unit >= 0], unit[unit >= 0]
 
     def _predict(self, layer: _MeasuredLayer, halves: list[Tensor]) -> Tensor:
         """Return which keys change with each half: (halves, batch * keys) bool."""
-        parts = []
-        for keys in _slices(0, len(layer.changes)):
-            index, units = self._units_of_keys(layer, keys)
-            parts.append(torch.stack([(units & half[index]).any(1) for half in halves]))
-        return torch.cat(parts, 1)
+        found = torch.zeros(len(halves), len(layer.changes), dtype=torch.bool)
+        for keys, key, unit in self._units_of_keys(layer, 0, len(layer.changes)):
+            for half, changes in zip(halves, found[:, keys], strict=True):
+                changes[key[half[unit]]] = True
+        return found
 
-    def _placed(self, layer: _MeasuredLayer, halves: list[Tensor], changed: Tensor) -> _MeasuredLayer:
+    def _placed(self, layer: _MeasuredLayer, changed: Tensor) -> _MeasuredLayer:
         """Return a layer with its table, from the keys that the checks confirm."""
         rows, keys = layer.table.picture.shape
-        placed = layer.placed & (self._predict(layer, halves) == changed).all(0)
+        placed = layer.placed & (layer.predicted == changed).all(0)
         tables, blocks = [], []
         for row in range(rows):
-            uses = torch.zeros(self.units.axes.shape[1], dtype=torch.int32)
-            for some in _slices(row * keys, (row + 1) * keys):
-                index, units = self._units_of_keys(layer, some)
-                table, block = _join_units(self.units.places.select(index), units)
+            pairs = []
+            for some, key, unit in self._units_of_keys(layer, row * keys, (row + 1) * keys):
+                table, block = _join_units(self.units.places, key, unit, some.stop - some.start)
                 placed[some] &= table.picture >= 0
-                uses[index] += (units & placed[some, None]).sum(0, dtype=torch.int32)
+                kept = placed[some][key]
+                pairs.append(torch.stack([key[kept] + some.start, unit[kept]]))
                 tables.append(table)
                 blocks.append(block)
-            for some in _slices(row * keys, (row + 1) * keys):  # a patch of several keys is the place of none
-                index, units = self._units_of_keys(layer, some)
-                placed[some] &= ~(units & (uses[index] > 1)).any(1)
+            key, unit = torch.cat(pairs, 1)
+            placed[key[unit.bincount()[unit] > 1]] = False  # a patch of several keys is the place of none
         table = _number_cells(PlaceTable.join(tables).where(placed), torch.cat(blocks))
         outside = ~layer.changes & ~placed
         table.picture[outside] = NO_PICTURE
         return replace(layer, placed=placed, table=table.reshape(rows, keys))
 
 
-def _slices(start: int, stop: int) -> Iterator[slice]:
-    """Yield slices of at most `_KEYS_AT_ONCE`, which bounds the memory of keys x units."""
-    for first in range(start, stop, _KEYS_AT_ONCE):
-        yield slice(first, min(first + _KEYS_AT_ONCE, stop))
-
-
-def _join_units(of_units: PlaceTable, units: Tensor) -> tuple[PlaceTable, Tensor]:
+def _join_units(of_units: PlaceTable, key: Tensor, unit: Tensor, keys: int) -> tuple[PlaceTable, Tensor]:
     """Find the places of keys, each a block of units of one view.
 
     Args:
         of_units: the places of the units, (units,).
-        units: (keys, units) bool, the units of each key.
+        key: (pairs,) int64, from 0.
+        unit: (pairs,) int64, a unit of each key.
+        keys: number of keys.
 
     Returns:
         the table of the keys, `NO_PLACE` where the units are no block, with the cell of the first unit; and the numbers
         of rows and columns of each block, (keys, 2) int64.
     """
-    if not units.shape[1]:
-        return PlaceTable.without_places(len(units), picture=NO_PLACE), torch.ones(len(units), 2, dtype=torch.int64)
 
     def least(values: Tensor) -> Tensor:
         most = torch.finfo(values.dtype).max if values.is_floating_point() else torch.iinfo(values.dtype).max
-        return values.masked_fill(~units, most).amin(1)
+        return values.new_full((keys,), most).scatter_reduce_(0, key, values[unit], "amin")
 
     picture, view, patch = (least(each) for each in (of_units.picture, of_units.view, of_units.patch))
-    placed = units.any(1) & (picture == -least(-of_units.picture)) & (view == -least(-of_units.view))
+    placed = torch.zeros(keys, dtype=torch.bool)
+    placed[key] = True
+    placed &= (picture == -least(-of_units.picture)) & (view == -least(-of_units.view))
     left, top, right, bottom = of_units.box.unbind(1)
     box = torch.stack([least(left), least(top), -least(-right), -least(-bottom)], 1)
-    known = not bool(of_units.box.isnan().any())
-    if known:
+    if not bool(of_units.box[unit].isnan().any()):
         area = (box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1])
-        covered = torch.where(units, (right - left) * (bottom - top), 0.0).sum(1)
+        covered = area.new_zeros(keys).index_add_(0, key, ((right - left) * (bottom - top))[unit])
         placed &= covered >= _LEAST_COVERED * area
     else:
         box = torch.full_like(box, torch.nan)

@@ -93,6 +93,11 @@ class _KeyReader:
         """Whether a module is the model or a part of it, and runs in this thread."""
         return id(module) in self.names and self.inputs.is_recording
 
+    def replace_attention(self, request: AttentionRequest) -> Tensor:
+        """Read the keys of a call, and return zeros in place of its attention, which is not computed."""
+        output = request.q.new_zeros((*request.q.shape[:3], request.shape.value_dim))
+        return self.change_output(request, output)[0]
+
     def change_output(self, request: AttentionRequest, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Read the keys of a call, and return zeros as its output."""
         self._namer.begins_pass()
