@@ -200,7 +200,7 @@ class StatisticsMeasurer:
         measurable = all(probe.axes == "queries" for probe in self.probes)
         if isinstance(request.mask, LeadingKeys) or not (valid.any_part and measurable):
             return None
-        if not all(map(valid.includes, self.parts)):
+        if not valid.includes_all(self.parts):
             return None
         ids, keys_before = None, torch.zeros(request.shape.batch, dtype=torch.int64)
         known = [text.ids is not None and len(text.ids) >= text.start + _length(text.span.keys) for text in texts]
@@ -261,7 +261,7 @@ class StatisticsMeasurer:
         if needs_ids and ids.key_ids(request) is None:
             return False
         sliceable = sample_spans.sliceable
-        return sliceable.any_part and all(map(sliceable.includes, self.parts))
+        return sliceable.any_part and sliceable.includes_all(self.parts)
 
     def spread_evenly(self, call: AttentionCall) -> tuple[StatisticsMeasurer, AttentionCall]:
         """Return what measures chance levels, and the call with all scores 0, in one head unless heads' masks differ.

@@ -624,7 +624,7 @@ class Recorder:
         if ids.queries is not None or ids.keys is not None:
             known |= {"ids", "special_keys"} if self.measurer.special_ids else {"ids"}
         parts = parts_of_probes(probe for probe in probes if probe.needs <= known)
-        if not all(map(sliceable.includes, parts)):
+        if not sliceable.includes_all(parts):
             return None
         missing = parts - measured.keys()
         if missing:

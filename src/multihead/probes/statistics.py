@@ -94,8 +94,6 @@ def missing_inputs(
     probe: Probe, request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> tuple[PartInput, ...]:
     """Return the inputs that a probe needs and a call lacks."""
-    if not probe.needs:
-        return ()
     given = _inputs_given(request, context, has_values=has_values)
     if all(part[1] in context.sets for part in probe.parts if part[0] == "tokens_mass" and part[1] != "special"):
         given |= {"sets"}
@@ -125,7 +123,11 @@ def possible_probes(
     probes: Iterable[Probe], request: AttentionRequest, context: ProbeContext, *, has_values: bool = True
 ) -> tuple[Probe, ...]:
     """Return the probes for which a call has all inputs."""
-    return tuple(probe for probe in probes if not missing_inputs(probe, request, context, has_values=has_values))
+    return tuple(
+        probe
+        for probe in probes
+        if not probe.needs or not missing_inputs(probe, request, context, has_values=has_values)
+    )
 
 
 def choose_probes(
@@ -145,7 +147,7 @@ def choose_probes(
     else:
         probes = resolve_probes(wanted)
         for probe in probes:
-            for need in missing_inputs(probe, request, context, has_values=has_values):
+            for need in missing_inputs(probe, request, context, has_values=has_values) if probe.needs else ():
                 absent, mend = _INPUT_ERRORS[need]
                 raise ProbeError(f"{probe.name} needs {absent}.", mend)
     if context is not NO_CONTEXT:

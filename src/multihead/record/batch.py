@@ -25,7 +25,7 @@ copies in the heap. Heap copies fill the gaps that the model's own tensors leave
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -722,6 +722,10 @@ class Sliceable(NamedTuple):
     any_part: bool = True
     first_key: bool = True
     positions: bool = True
+
+    def includes_all(self, names: Iterable[PartName]) -> bool:
+        """Whether all of these parts are valid."""
+        return all(self) or all(map(self.includes, names))
 
     def includes(self, name: PartName) -> bool:
         """Whether a part is valid."""
