@@ -134,19 +134,25 @@ def test_autocast_holds_inside_a_graph() -> None:
 
 
 def test_inductor_trains_a_block_on_padded_batches() -> None:
-    """A file of C++ per loop: the layer's own, and the sum around it, into which inductor may fuse ours."""
-
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attend = layer()
+            self.norm, self.attend, self.wide = nn.LayerNorm(EMBED), layer(), nn.Linear(EMBED, EMBED)
 
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            return x + self.attend(x, lengths=lengths, mask=masks.Causal())  # type: ignore[no-any-return]
+            x = x + self.attend(self.norm(x), lengths=lengths, mask=masks.Causal())
+            return x + self.wide(x).relu()  # type: ignore[no-any-return]
 
-    counted = Counted(Block(), backend="inductor")
+    model = Block()
+    counted = Counted(model, backend="inductor")
     for lengths in ((7, 4, 0), (1, 2, 3)):
-        counted.assert_same(torch.randn(BATCH, QUERIES, EMBED), lengths=torch.tensor(lengths), training=True)
+        x = torch.randn(BATCH, QUERIES, EMBED)
+        leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        output, expected = counted.compiled(leaf, torch.tensor(lengths)), model(other, torch.tensor(lengths))
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+        found = torch.autograd.grad(output.square().sum(), [leaf, *model.parameters()])
+        exact = torch.autograd.grad(expected.square().sum(), [other, *model.parameters()])
+        torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
     assert counted.times == 1
 
 
