@@ -161,9 +161,7 @@ class StatisticsMeasurer:
         request = call.request
         read, distinct = ids.key_ids(request), None
         if read is not None:
-            text = sample_spans.sample_of_keys()
-            read = read.masked_fill(text < 0, -1)
-            distinct = read + text.clamp(min=0) * (int(read.max()) + 2)  # equal tokens of two texts must not match
+            read, distinct = sample_spans.ids_within_texts(read)
         context = self.probe_context(request.known_origin.layer, request.shape, read, distinct=distinct)
         return replace(context, key_start=sample_spans.key_starts_in_text(windows))
 
@@ -285,7 +283,7 @@ def _look_up_special_keys(
     """Measure the weights on the special keys of each query's text, in rows of several texts with few special keys."""
     logsumexp, device, keys = call.result.logsumexp.detach(), call.request.shape.device, call.request.shape.key_length
     assert context.special_keys is not None
-    text = sample_spans.sample_of_keys()
+    text = sample_spans.sample_of_keys
     table = token_indices_per_text(context.special_keys.cpu().flatten(), text.flatten())  # (most, batch * keys)
     if len(table) > MAX_LOOKED_UP_SPECIAL_KEYS:
         return {}

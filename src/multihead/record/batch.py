@@ -217,6 +217,8 @@ class SampleSpans:
     _newest_rows_with_ids: tuple[Tensor | None, bool, TextRows] | None = None
     # the ids of the model's input, where the tokens of the call are in it, and the ids of the queries: shared likewise
     _newest_ids: tuple[Tensor, object, Tensor | None] | None = None
+    # the ids of keys, and what `ids_within_texts` returned for them: shared likewise
+    _newest_ids_within_texts: tuple[Tensor, Tensor, Tensor] | None = None
 
     @cached_property
     def spans(self) -> list[SampleSpan]:
@@ -350,11 +352,21 @@ class SampleSpans:
             return of_samples[:, None, None]
         return self._fill(of_samples, *self.span_ends[:3], width=self.request.shape.query_length, other=0)[:, None]
 
+    @cached_property
     def sample_of_keys(self) -> Tensor:
-        """Return the sample of each key, (batch, keys) int64; -1 for keys of no sample."""
+        """The sample of each key, (batch, keys) int64; -1 for keys of no sample."""
         sample, _, _, first, stop = self.span_ends
         numbers = torch.arange(len(sample))
         return self._fill(numbers, sample, first, stop, width=self.request.shape.key_length, other=-1)
+
+    def ids_within_texts(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the token ids of keys, (batch, keys), -1 outside of texts; and numbers that no two texts share."""
+        newest = self._newest_ids_within_texts
+        if newest is None or newest[0] is not ids:
+            text = self.sample_of_keys
+            read = ids.masked_fill(text < 0, -1)
+            newest = self._newest_ids_within_texts = ids, read, read + text.clamp(min=0) * (int(read.max()) + 2)
+        return newest[1:]
 
     def sample_of_queries(self) -> Tensor:
         """Return the sample of each query, (batch, queries) int64; -1 for queries of no sample."""
