@@ -37,7 +37,7 @@ LENGTH, TIMES = DEFAULT_LENGTH, DEFAULT_TIMES
 PAIRS_SEED = 1000
 SIZES, DRAWS = (1, 2, 4, 8, 16, 32), 10
 EARLY = 5  # layers
-LISTED = 6
+LISTED, COMPARED = 6, 10  # first heads that a table names, and that are compared
 INDUCTION: tuple[Head, ...] = ((18, 6), (17, 4), (17, 3))  # the strongest, see docs/heads-off.md
 JOURNAL = JOURNALS / "important-heads.jsonl"
 PICTURE = ROOT / "docs" / "pictures" / "important-heads.svg"
@@ -49,26 +49,29 @@ Job = tuple[str, int]
 
 EXPLAINED = (
     "SmolLM2-135M-Instruct (4-bit weights, computed in float32) reads texts of {tokens} tokens of Python's help "
-    "(pydoc_data.topics, sorted by name): {texts} whose effects are measured, {others} others on which heads are "
-    "switched off together, and {reference} more whose mean outputs replace a head by the mean."
+    "(pydoc_data.topics, sorted by name). The effects are measured on the first {texts}, and by the mean on the first "
+    "{by_mean}; on the next {others} heads are switched off together; and the mean outputs on the {reference} after "
+    "these replace a head by the mean. An interrupted run has fewer texts: each table says how many."
 )
 CORRELATED = (
     "Spearman's correlation over all heads with the exact effects: of the means over texts, and of each text alone "
     "(mean ± standard deviation, smallest to largest). The sensitivity is compared with the size of the exact effect. "
-    "The last columns are the sum of the sizes of the estimates divided by that of the exact effects, of the means "
-    "over texts, in the first {early} layers and in the others."
+    "Shared is how many of the first {compared} heads are the same. The last columns are the sum of the sizes of the "
+    "estimates divided by that of the exact effects, of the means over texts, in the first {early} layers and in the "
+    "others."
 )
 TOGETHER = (
-    "Nats per token that are added without the first heads of each rank, on {others} texts that made no rank; "
-    "the ranks are of {texts} texts. Each of the {draws} random draws has as many heads of the same layers as the rank "
-    "by exact effect, none of them among these where the layer has enough others; the mean of the draws and their "
+    "Nats per token that are added without the first heads of each rank, on texts that made no rank (texts: {others}; "
+    "those that made the ranks: {texts}). Each of the {draws} random draws has as many heads of the same layers as the "
+    "rank by exact effect, none of them among these where the layer has enough others; the mean of the draws and their "
     "standard deviation."
 )
 REPEATED = (
-    "{texts} texts of a start token and {times} times the same {length} random tokens: the mean loss of runs 2 and 3 "
-    "without the first token of run 2. Patched are {pairs} pairs of two runs, of which the corrupted text has other "
-    "tokens in run 1, so that nothing repeats; all tokens of one head at once, clean into corrupted. The loss of run 2 "
-    "without its first token is {clean:.2f} in clean texts and {corrupted:.2f} in corrupted ones."
+    "A text is a start token and {times} times the same {length} random tokens; the effect is that on the mean loss of "
+    "runs 2 and 3 without the first token of run 2 (texts: {texts}). A pair is two such runs, and the same with other "
+    "tokens in run 1, so that nothing repeats; all tokens of one head are patched at once, clean into corrupted. The "
+    "loss of run 2 without its first token is {clean:.2f} in clean texts and {corrupted:.2f} in corrupted ones (pairs: "
+    "{pairs})."
 )
 
 
@@ -212,8 +215,13 @@ class Study:
 
     def numbers(self, kind: str, name: str = "effects") -> Tensor:
         """Return the numbers of the texts that were measured: (texts, layers, heads) float64."""
-        rows = [self.kept[job].values[name] for job in self.jobs if job[0] == kind and job in self.kept]
+        rows = [self.kept[kind, text].values[name] for text in self.measured(kind)]
         return torch.tensor(rows, dtype=torch.float64)
+
+    def measured(self, *kinds: str) -> list[int]:
+        """Return the numbers of the texts on which each of some kinds was measured."""
+        texts = (text for kind, text in self.jobs if kind == kinds[0])
+        return [text for text in texts if all((kind, text) in self.kept for kind in kinds)]
 
     @property
     def ranks(self) -> dict[str, list[Head]]:
@@ -224,13 +232,29 @@ class Study:
 
     def page(self) -> list[str]:
         """Return the lines of the page with what was measured so far."""
-        explained = EXPLAINED.format(tokens=TOKENS, texts=TEXTS, others=OTHERS, reference=REFERENCE)
+        sizes = {"texts": TEXTS, "by_mean": BY_MEAN, "others": OTHERS, "reference": REFERENCE}
+        explained = EXPLAINED.format(tokens=TOKENS, **sizes)
         lines = [f"# Every head off once, by gradient and together, {today()}", "", machine_line(), "", explained]
         together, repeats = self.numbers(self.together, "draws"), self.numbers("repeats")
         rows = [row for by in ("zero", "mean") for row in self._correlations(by)]
         if rows:
-            head = ("estimate", "texts", "means over texts", "each text", f"size, first {EARLY} layers", "size, others")
-            lines += ["", "## Estimates by gradient", "", CORRELATED.format(early=EARLY), "", *table(head, rows)]
+            head = (
+                "estimate",
+                "texts",
+                "means over texts",
+                "each text",
+                "shared",
+                f"size, first {EARLY} layers",
+                "size, others",
+            )
+            lines += [
+                "",
+                "## Estimates by gradient",
+                "",
+                CORRELATED.format(early=EARLY, compared=COMPARED),
+                "",
+                *table(head, rows),
+            ]
         if len(together):
             explained = TOGETHER.format(others=len(together), texts=self.number(TEXTS), draws=DRAWS)
             head = ("the first heads by", *map(str, SIZES))
@@ -250,11 +274,11 @@ class Study:
 
     def _correlations(self, by: str) -> list[tuple[str, ...]]:
         """Return a row for the signed estimates and one for the sensitivities, of the texts that have both."""
-        exact, estimates = self.numbers(f"exact by {by}"), self.numbers(f"gradient by {by}")
-        texts = min(len(exact), len(estimates))
-        if not texts:
+        kinds = f"exact by {by}", f"gradient by {by}"
+        if not (texts := self.measured(*kinds)):
             return []
-        exact, estimates = exact[:texts], estimates[:texts]
+        rows = ([self.kept[kind, text].values["effects"] for text in texts] for kind in kinds)
+        exact, estimates = (torch.tensor(each, dtype=torch.float64) for each in rows)
         ratios = [estimates.mean(0)[of].abs().sum() / exact.mean(0)[of].abs().sum() for of in _early_and_others()]
         sizes = [f"{float(ratio):.2f}" for ratio in ratios]
         pairs = {
@@ -264,9 +288,10 @@ class Study:
         return [
             (
                 f"{name}, by {by}",
-                str(texts),
+                str(len(texts)),
                 f"{spearman(mean, mean_exact):.2f}",
                 spread([spearman(*each) for each in zip(of_texts, exact_of_texts, strict=True)]),
+                str(len({*ranked(mean)[:COMPARED]} & {*ranked(mean_exact)[:COMPARED]})),
                 *(sizes if name == "signed" else ("", "")),
             )
             for name, (mean, mean_exact, of_texts, exact_of_texts) in pairs.items()

@@ -74,10 +74,11 @@ def test_a_partial_run_shows_what_it_has_and_correlations_are_those_of_ranks(stu
     for kind, effects in (("exact by zero", exact), ("gradient by zero", estimate)):
         study.kept[kind, 0] = Row(kind, 0, 1.0, {"effects": effects})
     study.kept["gradient by zero", 1] = Row("gradient by zero", 1, 1.0, {"effects": exact})
+    study.kept["exact by zero", 2] = Row("exact by zero", 2, 1.0, {"effects": estimate})
     *_, signed, sensitivity = study.page()
     # ranks 2 3 4 1 and 2 4 3 1; of the sizes 1 2 3 4 and 1 3 2 4
-    assert signed == "| signed, by zero | 1 | 0.80 | 0.80 (0.80 to 0.80) | 0.96 | nan |"
-    assert sensitivity == "| sensitivity, by zero | 1 | 0.80 | 0.80 (0.80 to 0.80) |  |  |"
+    assert signed == "| signed, by zero | 1 | 0.80 | 0.80 (0.80 to 0.80) | 4 | 0.96 | nan |"
+    assert sensitivity == "| sensitivity, by zero | 1 | 0.80 | 0.80 (0.80 to 0.80) | 4 |  |  |"
 
 
 def test_a_draw_takes_chosen_heads_only_where_a_layer_has_too_few_others() -> None:
