@@ -13,7 +13,7 @@ from multihead.observation.record import Record
 from multihead.viewer.offline import PackedArrays
 from multihead.viewer.page_types import SampleDescription
 from multihead.viewer.payload import RecordedRun, describe_sample
-from multihead.viewer.pictures import ANSWER_GROUP, add_rows, rows_of_token
+from multihead.viewer.pictures import ANSWER_GROUP, add_rows, rows_of_tokens
 from tests.picture_records import encoder, generated, written
 from tests.viewer.serving import serving
 
@@ -56,7 +56,7 @@ def test_rows_times_the_visible_keys_are_the_weights_of_the_picture() -> None:
     part = sample["pictures"][0]
     ones = [record.layers[number].sample() for number in part["layers"]]
     for query in (39, 30):  # the row that predicts the first word; one that sees a part of the second picture
-        rows = rows_of_token(ones, query).view(2, -1, len(part["groups"]))
+        rows = rows_of_tokens(ones, [query]).view(2, -1, len(part["groups"]))
         seen = ~rows.isnan()
         assert seen[0, 0].tolist() == [key <= query for key in range(rows.shape[2])]
         for place, number in enumerate(part["layers"]):
@@ -66,6 +66,16 @@ def test_rows_times_the_visible_keys_are_the_weights_of_the_picture() -> None:
                 assert torch.allclose(found, expected.float(), rtol=0, atol=1e-5)
 
 
+def test_rows_that_are_read_together_are_those_read_one_by_one() -> None:
+    for make in (generated, written):
+        record, sample = described(make)
+        for part in sample["pictures"]:
+            ones = [record.layers[number].sample() for number in part["layers"]]
+            tokens = [0, 5, 3, 1, *range(len(part["groups"])), 0, 0, len(part["groups"])]  # up, down, again, unknown
+            alone = torch.cat([rows_of_tokens(ones, [token]) for token in tokens], 1)
+            assert torch.allclose(rows_of_tokens(ones, tokens), alone, rtol=0, atol=1e-7, equal_nan=True)
+
+
 def test_in_cross_attention_the_queries_follow_the_keys_and_the_words_come_first() -> None:
     record, sample = described(written)
     words, encoder_part = sample["pictures"]
@@ -73,7 +83,7 @@ def test_in_cross_attention_the_queries_follow_the_keys_and_the_words_come_first
     assert words["groups"] == [1, *[0] * 6, 2, *[ANSWER_GROUP] * 3]
     assert (words["keys"], words["opening"]) == (7, 8)
     ones = [record.layers[number].sample() for number in words["layers"]]
-    rows = rows_of_token(ones, 7 + 2).view(2, 2, 11)
+    rows = rows_of_tokens(ones, [7 + 2]).view(2, 2, 11)
     assert rows[:, :, 7:].isnan().all()
     for place, number in enumerate(words["layers"]):
         expected = record.image_weights(number, 1, 2).flatten()
@@ -104,7 +114,9 @@ def test_the_viewer_answers_with_the_rows_of_all_heads() -> None:
     record, sample = described(generated)
     with serving(RecordedRun("a.safetensors", record)) as served:
         answer = served.get("api/runs/0/samples/0/pictures/0?query=41")
-        expected = rows_of_token([record.layers[number].sample() for number in sample["pictures"][0]["layers"]], 41)
+        expected = rows_of_tokens([record.layers[number].sample() for number in sample["pictures"][0]["layers"]], [41])[
+            :, 0
+        ]
         assert torch.equal(torch.tensor(answer.floats).nan_to_num(-1), expected.nan_to_num(-1))
         missing = served.get("api/runs/0/samples/0/pictures/2?query=41")
         assert (missing.status, missing.error) == (404, "There is no text with pictures 2. Give a number from 0 to 1.")

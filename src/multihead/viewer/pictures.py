@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multihead.probes.places import NO_PICTURE, PICTURE_GROUPS, PlaceTable, View
 from multihead.record.texts import group_of_keys
+from multihead.tensors.shapes import consecutive_slices
 from multihead.viewer import maps
 from multihead.viewer.offline import PackedArrays, PageFullError
 from multihead.viewer.page_types import GreyPicture, LayerDescription, PictureText, PictureView
@@ -28,6 +29,7 @@ ANSWER_GROUP = len(PICTURE_GROUPS)
 RASTERS = (4, 8, 16)
 """Rows and columns of the rasters of patches whose rows a page stores, the finer ones if there is room."""
 
+_WEIGHTS_AT_ONCE = 1 << 24  # bounds the memory of rows that are read together
 _CELL_WITHOUT_BOX = 16  # pixels of a cell that is drawn where the boxes of a grid are unknown
 _LETTERS_OF_CONTENT = 3  # a generated word of so many letters is taken for one that has a content, except these
 _WORDS_WITHOUT_CONTENT = frozenset({"the", "and", "this", "that", "there", "here", "these", "are", "was", "with"})
@@ -56,20 +58,42 @@ def describe_pictures(
     return images, sorted(found.values(), key=lambda part: PICTURE_GROUPS.index("words") not in part["groups"])
 
 
-def rows_of_token(ones: Sequence[SampleRecord], token: int) -> Tensor:
-    """Return the weights of the query at a token, in all heads of some layers: (heads, tokens) float32, NaN = masked.
+def rows_of_tokens(ones: Sequence[SampleRecord], wanted: Sequence[int]) -> Tensor:
+    """Return the weights of the queries at some tokens, in all heads of some layers.
 
     The tokens are the keys, and in cross-attention the queries after them, which no query reads.
+
+    Returns:
+        (heads, wanted tokens, tokens) float32, NaN = masked.
     """
     found = []
     for one in ones:
         queries = one.num_queries if one.cross_attention else 0
-        row = token - (one.num_keys if queries else one.query_start)
-        known = 0 <= row < one.num_queries
-        rows = visible_weights(one, None, queries=slice(row, row + 1))[:, 0].float() if known else None
-        rows = torch.full((one.num_heads, one.num_keys), torch.nan) if rows is None else rows
-        found.append(torch.nn.functional.pad(rows, (0, queries), value=torch.nan))
+        begin = one.num_keys if queries else one.query_start
+        rows = torch.full((one.num_heads, len(wanted), one.num_keys + queries), torch.nan)
+        known = [place for place, token in enumerate(wanted) if 0 <= token - begin < one.num_queries]
+        for places in _runs_of_one_step(known, wanted):
+            first, last, step = wanted[places[0]] - begin, wanted[places[-1]] - begin, 1
+            if len(places) > 1:
+                step = wanted[places[1]] - wanted[places[0]]
+            chosen = slice(min(first, last), max(first, last) + 1, abs(step))
+            weights = visible_weights(one, None, queries=chosen).float()
+            rows[:, places, : one.num_keys] = weights.flip(1) if step < 0 else weights
+        found.append(rows)
     return torch.cat(found)
+
+
+def _runs_of_one_step(places: Sequence[int], wanted: Sequence[int]) -> list[list[int]]:
+    """Divide places into runs whose tokens have one distance, because the weights of a slice are read at once."""
+    runs: list[list[int]] = []
+    for place in places:
+        run = runs[-1] if runs else [place]
+        step = wanted[place] - wanted[run[-1]]
+        if step and (len(run) == 1 or step == wanted[run[1]] - wanted[run[0]]):
+            run.append(place)
+        else:
+            runs.append([place])
+    return runs
 
 
 def add_rows(arrays: PackedArrays, ones: Sequence[SampleRecord], part: PictureText, name: str) -> list[int]:
@@ -90,18 +114,21 @@ def add_rows(arrays: PackedArrays, ones: Sequence[SampleRecord], part: PictureTe
     """
     room, added, whole = arrays.max_bytes, list[int](), True
     arrays.max_bytes = arrays.num_bytes + (room - arrays.num_bytes) / 2
+    wanted, cells = list(_tokens_by_importance(part)), sum(one.num_heads for one in ones) * len(part["groups"])
     with suppress(PageFullError):
-        for token in _tokens_by_importance(part):
-            rows = rows_of_token(ones, token)
-            means = torch.stack([each.nan_to_num(0).mean(0) for each in rows.split([one.num_heads for one in ones])])
-            try:
-                _add(arrays, f"{name} {token}", rows if whole else means)
-            except PageFullError:
-                if not whole:
-                    raise
-                whole, arrays.max_bytes = False, room - (room - arrays.num_bytes) / 2
-                _add(arrays, f"{name} {token}", means)
-            added.append(token)
+        for block in consecutive_slices(len(wanted), max(1, _WEIGHTS_AT_ONCE // cells)):
+            for token, rows in zip(wanted[block], rows_of_tokens(ones, wanted[block]).unbind(1), strict=True):
+                means = torch.stack(
+                    [each.nan_to_num(0).mean(0) for each in rows.split([one.num_heads for one in ones])]
+                )
+                try:
+                    _add(arrays, f"{name} {token}", rows if whole else means)
+                except PageFullError:
+                    if not whole:
+                        raise
+                    whole, arrays.max_bytes = False, room - (room - arrays.num_bytes) / 2
+                    _add(arrays, f"{name} {token}", means)
+                added.append(token)
     arrays.max_bytes = room
     return added
 

@@ -35,7 +35,7 @@ from multihead.viewer.payload import (
     table_rows_of_heads,
     weights_per_cell,
 )
-from multihead.viewer.pictures import rows_of_token
+from multihead.viewer.pictures import rows_of_tokens
 from multihead.viewer.pyramid import LevelBuilder, SampleMapLevels, describe_building_progress
 from multihead.viewer.query_params import NotFoundError, NotReadyError, parse_flag, parse_number, parse_range
 from multihead.viewer.responses import download_response, floats_response, page_response
@@ -222,7 +222,7 @@ class Viewer(WebSite):
             part = parts[parse_number("text with pictures", request.path_params["text"], below=len(parts))]
             token = parse_number("query", request.query_params.get("query"), below=len(part["groups"]))
             ones = [self._find_layer(run, sample, str(number))[1] for number in part["layers"]]
-            return as_float32(rows_of_token(ones, token))
+            return as_float32(rows_of_tokens(ones, [token])[:, 0])
 
         return floats_response(await self._cached_or_computed(request, rows))
 
