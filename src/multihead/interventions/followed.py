@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -17,7 +17,7 @@ from multihead.layer.sharding import rank_heads
 from multihead.models import huggingface
 from multihead.models.pretrained import InputTracker, track_inputs
 from multihead.observation.layer_names import LayerNamer, module_names
-from multihead.tensors.tracing import is_in_backward_pass, run_uncompiled
+from multihead.tensors.tracing import is_in_backward_pass, original_module, run_uncompiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +88,16 @@ class _CallFollower:
 
 
 @contextmanager
+def run_followable(model: nn.Module) -> Iterator[None]:
+    """Make Hugging Face models in a module call this library's attention, and compiled ones run eagerly, until it ends.
+
+    `follow_calls` does so too; several of its contexts inside of this one prepare the models once.
+    """
+    with huggingface.install(model), run_uncompiled():
+        yield
+
+
+@contextmanager
 def follow_calls(model: nn.Module, function: OutputChange, *, state: object = None) -> Iterator[InputTracker]:
     """Pass the output of each attention call of a model to a function that may change it, while in this context.
 
@@ -98,10 +108,10 @@ def follow_calls(model: nn.Module, function: OutputChange, *, state: object = No
         function: receives each call.
         state: see `HeadChange.state`.
     """
-    root = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
-    with ExitStack() as stack:
-        stack.enter_context(huggingface.install(root))
-        stack.enter_context(run_uncompiled())
-        inputs = stack.enter_context(track_inputs(root))
-        stack.enter_context(apply_change(_CallFollower(function, inputs, module_names(root), state)))
+    root = original_module(model)
+    with (
+        run_followable(root),
+        track_inputs(root) as inputs,
+        apply_change(_CallFollower(function, inputs, module_names(root), state)),
+    ):
         yield inputs

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from time import perf_counter
@@ -16,21 +14,21 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError
 from multihead.errors.given import check_module
 from multihead.interventions.ablate import AblationMethod, Positions, check_positions, replacement_of
+from multihead.interventions.followed import run_followable
 from multihead.interventions.gates import gradients_of_gates
 from multihead.interventions.heads import Head, resolve_heads
 from multihead.interventions.means import HeadMeans, checked_batches
-from multihead.interventions.measures import Measure, measure_of
+from multihead.interventions.measures import Measure, harm_of, measure_of
 from multihead.interventions.prepared import prepare
 from multihead.interventions.replacements import GivenOutput, OutputFunction, Replacement
-from multihead.interventions.sweep import SweptLayer
+from multihead.interventions.sweep import SweptLayer, cost_of_layer
 from multihead.locale.texts import text
-from multihead.models import huggingface
 from multihead.probes.catalogue import statistic_of_heads
 from multihead.probes.head_statistic import HeadStatistic
 from multihead.probes.probe import Statistic
-from multihead.record.head_numbers import NumbersOverTexts
+from multihead.record.head_numbers import NumbersOverTexts, cells_with_error, number_with_error, stack_layers
 from multihead.record.table import HeadList, HeadOfLayer, HeadTable
-from multihead.tensors.tracing import run_uncompiled
+from multihead.tensors.tracing import original_module
 
 Method = Literal["exact", "gradient"]
 
@@ -79,13 +77,12 @@ class ImportantHead(HeadOfLayer):
     shown: Statistic = field(repr=False)
 
     def __str__(self) -> str:
-        error = "" if math.isnan(self.standard_error) else f" ± {self.shown.number(self.standard_error)}"
-        return f"L{self.layer} H{self.head}: {self.shown.number(self.effect)}{error} {self.shown.unit}".rstrip()
+        effect = number_with_error(self.shown, self.effect, self.standard_error)
+        return f"L{self.layer} H{self.head}: {effect} {self.shown.unit}".rstrip()
 
     def cells(self) -> dict[str, str]:
         """Return the head as a row of a table in a notebook."""
-        numbers = {self.shown.heading: self.effect, "standard error": self.standard_error}
-        return self.place_cells() | {name: self.shown.number(value) for name, value in numbers.items()}
+        return self.place_cells() | cells_with_error(self.shown, self.effect, self.standard_error)
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,12 +134,12 @@ class Importance:
     @cached_property
     def effects(self) -> Tensor:
         """The mean effect over texts: (layers, heads) float64, NaN where there is no such head."""
-        return _padded(self._over_texts.means)
+        return stack_layers(self._over_texts.means)
 
     @cached_property
     def standard_errors(self) -> Tensor:
         """The standard error of each mean effect: (layers, heads) float64, NaN for one text."""
-        return _padded(self._over_texts.errors)
+        return stack_layers(self._over_texts.errors)
 
     @cached_property
     def sensitivities(self) -> Tensor:
@@ -150,7 +147,7 @@ class Importance:
 
         Of method="gradient" this is the mean of |dL/dgate| (arXiv:1905.10650).
         """
-        return _padded([self.effects_of_texts[layer.name].abs().mean(0) for layer in self.layers])
+        return stack_layers([self.effects_of_texts[layer.name].abs().mean(0) for layer in self.layers])
 
     @property
     def statistic(self) -> HeadStatistic:
@@ -190,7 +187,6 @@ class Importance:
             top: how many; None returns all.
         """
         effects, errors = self.effects, self.standard_errors
-        sign = {True: -1.0, False: 1.0}.get(self.measure.more_is_better)  # type: ignore[arg-type]
         found = [
             ImportantHead(
                 layer.number, head, layer.name, float(effects[row, head]), float(errors[row, head]), self.statistic
@@ -198,7 +194,7 @@ class Importance:
             for row, layer in enumerate(self.layers)
             for head in layer.heads
         ]
-        found.sort(key=lambda each: -abs(each.effect) if sign is None else -sign * each.effect)
+        found.sort(key=lambda each: -harm_of(each.effect, self.measure))
         return HeadList(found[:top])
 
     def table(self, *, sort: str = "layer", top: int | None = None) -> HeadTable:
@@ -324,7 +320,7 @@ def importance(
     if method not in ("exact", "gradient"):
         raise ArgumentError(f"method is {method!r}.", 'Give "exact" or "gradient".')
     check_module(model)
-    root: nn.Module = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
+    root = original_module(model)
     keys = None if heads is None else resolve_heads(root, heads)
     chosen = measure_of(root, measure)
     replacement = replacement_of(root, by, reference=reference, seed=seed)
@@ -332,10 +328,7 @@ def importance(
         raise ArgumentError('method="gradient" estimates the effect by "zero" or "mean".', "Give one of them as by=.")
     one_by_one = isinstance(replacement, GivenOutput) and not isinstance(replacement.by, Tensor)
     run = _Run(len(batches) if isinstance(batches, Sequence) else 1 if isinstance(batches, (Tensor, Mapping)) else None)
-    with ExitStack() as stack:
-        stack.enter_context(huggingface.install(root))
-        stack.enter_context(run_uncompiled())
-        stack.enter_context(torch.set_grad_enabled(method == "gradient"))
+    with run_followable(root), torch.set_grad_enabled(method == "gradient"):
         for index, batch in enumerate(checked_batches(root, batches)):
             found: Iterable[tuple[SweptLayer, Tensor]]
             if method == "gradient":
@@ -415,14 +408,3 @@ class _Run:
             self.replayed,
             seconds,
         )
-
-
-def cost_of_layer(layers: Sequence[SweptLayer], layer: SweptLayer, *, replayed: bool) -> float:
-    """Return how long the heads of one of some layers take, in any unit: a replay runs the layers from it on."""
-    return len(layer.heads) * (1 - layers.index(layer) / len(layers) if replayed else 1.0)
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """Return numbers per layer, (heads,) each, as (layers, heads), NaN where there is no such head."""
-    widest = max(map(len, rows))
-    return torch.stack([nn.functional.pad(row, (0, widest - len(row)), value=torch.nan) for row in rows])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
@@ -16,21 +14,25 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError
 from multihead.errors.given import check_module
 from multihead.interventions.ablate import Positions, check_positions
-from multihead.interventions.followed import FollowedCall, follow_calls
+from multihead.interventions.followed import FollowedCall, follow_calls, run_followable
 from multihead.interventions.heads import Head, resolve_heads
-from multihead.interventions.importance import cost_of_layer
 from multihead.interventions.means import checked_batches, run_batch
 from multihead.interventions.measures import Measure, measure_of
 from multihead.interventions.prepared import PreparedBatch, prepare
-from multihead.interventions.sweep import SweptLayer
+from multihead.interventions.sweep import SweptLayer, cost_of_layer
 from multihead.locale.texts import text
-from multihead.models import huggingface
 from multihead.probes.catalogue import statistic_of_heads
 from multihead.probes.head_statistic import HeadStatistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
-from multihead.record.head_numbers import STANDARD_ERRORS
+from multihead.record.head_numbers import (
+    STANDARD_ERRORS,
+    cells_with_error,
+    number_with_error,
+    stack_layers,
+    standard_error,
+)
 from multihead.record.table import HeadList, HeadOfLayer, HeadTable
-from multihead.tensors.tracing import run_uncompiled
+from multihead.tensors.tracing import original_module
 
 Direction = Literal["clean into corrupted", "corrupted into clean"]
 Over = Literal["heads", "heads x positions"]
@@ -74,15 +76,13 @@ class PatchedHead(HeadOfLayer):
     change: float
 
     def __str__(self) -> str:
-        error = "" if math.isnan(self.standard_error) else f" ± {_SHARE.number(self.standard_error)}"
         token = "" if self.position is None else f" token {self.position}"
-        return f"L{self.layer} H{self.head}{token}: {_SHARE.number(self.recovered)}{error} %"
+        return f"L{self.layer} H{self.head}{token}: {number_with_error(_SHARE, self.recovered, self.standard_error)} %"
 
     def cells(self) -> dict[str, str]:
         """Return the head as a row of a table in a notebook."""
         token = {} if self.position is None else {"token": str(self.position)}
-        shares = {_SHARE.heading: self.recovered, "standard error": self.standard_error}
-        return self.place_cells() | token | {name: _SHARE.number(value) for name, value in shares.items()}
+        return self.place_cells() | token | cells_with_error(_SHARE, self.recovered, self.standard_error)
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,7 +134,7 @@ class Patching:
     @property
     def gap_error(self) -> float:
         """The standard error of the gap; NaN for one pair."""
-        return float((self.clean - self.corrupted).std() / self.pairs**0.5) if self.pairs > 1 else math.nan
+        return float(standard_error(self.clean - self.corrupted))
 
     @property
     def has_gap(self) -> bool:
@@ -178,10 +178,7 @@ class Patching:
         return share.masked_fill(unknown, torch.nan), error.masked_fill(unknown, torch.nan), without
 
     def _by_layer(self, of: Callable[[Tensor], Tensor]) -> Tensor:
-        rows = [of(self.patched[layer.name]) for layer in self.layers]
-        widest = max(map(len, rows))
-        ends = [(0, 0) * (row.dim() - 1) + (0, widest - len(row)) for row in rows]
-        return torch.stack([nn.functional.pad(row, end, value=torch.nan) for row, end in zip(rows, ends, strict=True)])
+        return stack_layers([of(self.patched[layer.name]) for layer in self.layers])
 
     def heads(self, top: int | None = None) -> HeadList[PatchedHead]:
         """Return the patched heads, over heads x positions each with its tokens, those that matter most first.
@@ -356,7 +353,7 @@ def patch(
         if given not in get_args(known):
             raise ArgumentError(f"{name} is {given!r}.", f'Give "{get_args(known)[0]}" or "{get_args(known)[1]}".')
     check_module(model)
-    root: nn.Module = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
+    root = original_module(model)
     keys = None if heads is None else resolve_heads(root, heads)
     chosen, tokens = measure_of(root, measure), check_positions(positions)
     batches = _batches_in_pairs(clean, corrupted)
@@ -366,10 +363,7 @@ def patch(
     patched: dict[str, list[Tensor]] = {}  # name of a layer -> (pairs, heads, tokens) of each batch
     layers: list[SweptLayer] = []
     all_places: list[int | None] = []
-    with ExitStack() as stack:
-        stack.enter_context(huggingface.install(root))
-        stack.enter_context(run_uncompiled())
-        stack.enter_context(torch.no_grad())
+    with run_followable(root), torch.no_grad():
         checked = [checked_batches(root, each) for each in (batches if forward else batches[::-1])]
         for source, target in zip(*checked, strict=True):
             kept = SourceOutputs()

@@ -61,6 +61,11 @@ class LayerSweep:
     seconds_after_layer: float
 
 
+def cost_of_layer(layers: Sequence[SweptLayer], layer: SweptLayer, *, replayed: bool) -> float:
+    """Return how long the heads of one of some layers take, in any unit: a replay runs the layers from it on."""
+    return len(layer.heads) * (1 - layers.index(layer) / len(layers) if replayed else 1.0)
+
+
 def copies_per_pass(layers: Sequence[SweptLayer], bytes_per_copy: int) -> int:
     """Return how many heads are switched off in one forward pass: as few passes per layer as memory allows."""
     heads = max((len(layer.heads) for layer in layers), default=1)

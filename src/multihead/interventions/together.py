@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,16 +14,17 @@ from multihead.errors import ArgumentError
 from multihead.errors.arguments import check_integer
 from multihead.errors.given import reject_given
 from multihead.interventions.ablate import Intervention
+from multihead.interventions.followed import run_followable
 from multihead.interventions.heads import HeadKey
 from multihead.interventions.importance import Importance, ImportantHead, Method
 from multihead.interventions.means import checked_batches, run_batch
-from multihead.interventions.measures import Measure
+from multihead.interventions.measures import Measure, harm_of
 from multihead.interventions.sweep import SweptLayer
 from multihead.locale.texts import text, unit_label
-from multihead.models import huggingface
 from multihead.probes.head_statistic import HeadStatistic, HeadsTogether
+from multihead.record.head_numbers import number_with_error, standard_error
 from multihead.record.table import HeadList
-from multihead.tensors.tracing import run_uncompiled
+from multihead.tensors.tracing import original_module
 
 MAX_NAMED_HEADS = 16
 """How many heads `OffTogether.describe` names."""
@@ -116,7 +116,7 @@ class OffTogether:
     @property
     def standard_error(self) -> float:
         """The standard error of the mean effect; NaN for one text."""
-        return _standard_error(self.effects)
+        return float(standard_error(self.effects))
 
     @property
     def sum_of_single_effects(self) -> float:
@@ -136,11 +136,8 @@ class OffTogether:
     @property
     def draws_beyond(self) -> int:
         """Number of draws with at least this effect, in the direction in which the measure gets worse."""
-        sign = {True: -1.0, False: 1.0}.get(self.measure.more_is_better)  # type: ignore[arg-type]
-        harm, drawn = torch.tensor(self.effect), self._effects_of_draws
-        if sign is None:
-            return int((drawn.abs() >= harm.abs()).sum())
-        return int((sign * drawn >= sign * harm).sum())
+        harm = harm_of(self.effect, self.measure)
+        return sum(harm_of(draw.effect, self.measure) >= harm for draw in self.draws)
 
     @property
     def _effects_of_draws(self) -> Tensor:
@@ -157,7 +154,7 @@ class OffTogether:
                 "set": kind,
                 "heads": heads,
                 "effect": float(effects.mean()),
-                "standard_error": _standard_error(effects),
+                "standard_error": float(standard_error(effects)),
                 "texts": self.texts,
             }
             for kind, heads, effects in sets
@@ -170,20 +167,17 @@ class OffTogether:
             lang: "en" or "zh".
         """
 
-        def shown(value: float) -> str:
-            return (
-                self.statistic.number(value) if value <= 0 or math.isnan(value) else f"+{self.statistic.number(value)}"
-            )
+        def shown(value: float, error: float = math.nan) -> str:
+            return "+" * (value > 0) + number_with_error(self.statistic, value, error)
 
         names = [f"L{each.layer}\u00a0H{each.head}" for each in self.heads[:MAX_NAMED_HEADS]]
         more = [] if len(self.heads) <= MAX_NAMED_HEADS else ["…"]
-        error = "" if math.isnan(self.standard_error) else f" ± {self.statistic.number(self.standard_error)}"
         values = {
             "number": len(self.heads),
             "heads": text("common.join.comma", lang).join(names + more),
             "choosing": self.choosing_texts,
             "texts": self.texts,
-            "effect": f"{shown(self.effect)}{error} {unit_label(self.statistic.unit, lang)}".rstrip(),
+            "effect": f"{shown(self.effect, self.standard_error)} {unit_label(self.statistic.unit, lang)}".rstrip(),
             "draws": len(self.draws),
             "mean": shown(self.mean_of_draws),
             "spread": self.statistic.number(self.spread_of_draws),
@@ -249,7 +243,7 @@ def off_together(
     check_off_together(
         number, importance.texts, len(importance.heads()), sum(layer.num_heads for layer in importance.layers)
     )
-    root: nn.Module = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
+    root = original_module(model)
     choosing = {name: effects[::2] for name, effects in importance.effects_of_texts.items()}
     heads = replace(importance, effects_of_texts=choosing, baseline=importance.baseline[::2]).heads(number)
     chosen: dict[str, list[int]] = {}
@@ -261,10 +255,7 @@ def off_together(
     total = len(batches) if isinstance(batches, Sequence) else None
     effects: list[Tensor] = []  # (sets, texts that did not choose) of each batch
     read = 0  # texts of earlier batches
-    with ExitStack() as stack:
-        stack.enter_context(huggingface.install(root))
-        stack.enter_context(run_uncompiled())
-        stack.enter_context(torch.no_grad())
+    with run_followable(root), torch.no_grad():
         for done, batch in enumerate(checked_batches(root, batches), start=1):
             if read == importance.texts:
                 raise _other_batches_error(importance)
@@ -360,7 +351,3 @@ def _measured_without(
 
 def _name_of_head(layer: int, head: int) -> str:
     return f"L{layer}H{head}"
-
-
-def _standard_error(effects: Tensor) -> float:
-    return float(effects.std()) / len(effects) ** 0.5 if len(effects) > 1 else math.nan

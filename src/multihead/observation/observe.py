@@ -40,7 +40,7 @@ from multihead.probes.context import MAP_SIZE, PoolOperation
 from multihead.probes.probe import Probe
 from multihead.probes.statistics import ProbeOrName, resolve_probes
 from multihead.record.running_summary import RunningSummary
-from multihead.tensors.tracing import run_uncompiled
+from multihead.tensors.tracing import original_module, run_uncompiled
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
     special_ids = check_ids("special_ids", special_ids)
     if tokenizer is not None and not special_ids:
         special_ids = tuple(tokenizer.all_special_ids)
-    root = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
+    root = original_module(model)
     record = Record(title=type(root).__name__)
     kinds = check_kinds(kinds, KINDS)
     record.add_kinds(*kinds)

@@ -18,7 +18,7 @@ from multihead.kernels.head_changes import apply_change
 from multihead.models import huggingface
 from multihead.models.pretrained import InputTracker, track_inputs
 from multihead.observation.layer_names import LayerNamer, module_names
-from multihead.tensors.tracing import run_uncompiled
+from multihead.tensors.tracing import original_module, run_uncompiled
 from multihead.tensors.undo import Undo
 
 FIRST_CALL = ("", 0)
@@ -246,7 +246,7 @@ def without_attention(
     Raises:
         ArgumentError: the call continues a cache.
     """
-    root = getattr(model, "_orig_mod", model)  # the original module of a torch.compile wrapper
+    root = original_module(model)
     kept = {name: value for name, value in inputs.items() if name not in _UNUSED_INPUTS}
     for name, value in inputs.items():
         if hasattr(value, "get_seq_length"):

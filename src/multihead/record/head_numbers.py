@@ -9,11 +9,33 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from multihead.locale.texts import text
+from multihead.probes.probe import Statistic
 
 STANDARD_ERRORS = 2.0
 """Number of standard errors from which a mean counts as more than the texts' spread."""
+
+
+def standard_error(values: Tensor) -> Tensor:
+    """Return the standard error of the mean over texts: (texts, ...) -> (...), NaN for one text."""
+    return values.std(0) / len(values) ** 0.5 if len(values) > 1 else values[0] * torch.nan
+
+
+def stack_layers(rows: Sequence[Tensor]) -> Tensor:
+    """Stack numbers per layer, (heads, ...) each, to (layers, heads, ...), NaN where there is no such head."""
+    return pad_sequence([*rows], batch_first=True, padding_value=torch.nan)
+
+
+def number_with_error(shown: Statistic, number: float, error: float) -> str:
+    """Return a number with its standard error, without a unit, such as "0.52 ± 0.03"; NaN is no error."""
+    return shown.number(number) if math.isnan(error) else f"{shown.number(number)} ± {shown.number(error)}"
+
+
+def cells_with_error(shown: Statistic, number: float, error: float) -> dict[str, str]:
+    """Return a number and its standard error as cells of a row of a table: heading -> text."""
+    return {shown.heading: shown.number(number), "standard error": shown.number(error)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +61,7 @@ class NumbersOverTexts:
     @cached_property
     def errors(self) -> list[Tensor]:
         """The standard error of each mean: per layer (heads,) float64, NaN for one text."""
-        return [
-            values.std(0) / len(values) ** 0.5 if len(values) > 1 else values[0] * torch.nan
-            for values in self.of_layers
-        ]
+        return [standard_error(values) for values in self.of_layers]
 
     @property
     def num_heads(self) -> int:

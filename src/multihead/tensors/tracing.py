@@ -15,6 +15,7 @@ from threading import RLock
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch.fx.experimental import proxy_tensor
 
 from multihead.tensors.undo import Undo
@@ -153,6 +154,11 @@ def hide_from_jit_trace() -> Iterator[None]:
         undo.add_step(partial(_set_jit_state, state))
         _set_jit_state(None)
         yield
+
+
+def original_module(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(module)` wraps; any other module is returned as it is."""
+    return getattr(model, "_orig_mod", model)
 
 
 @contextmanager
