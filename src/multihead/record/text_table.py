@@ -235,6 +235,7 @@ class TextTable:
         self.logsumexp, self.q, self.k = RaggedRows(self._queries), RaggedRows(self._queries), RaggedRows()
         self.statistics: dict[str, RaggedRows] = {}
         self._texts_without: dict[str, set[int]] = {}  # name of a statistic -> the texts of which a call lacks it
+        self._read: dict[int, dict[str, Tensor]] = {}  # text -> its statistics; emptied by each call
 
     def append(
         self,
@@ -244,7 +245,7 @@ class TextTable:
         q: Tensor | LaterRows | None,
     ) -> None:
         """Append the queries of a call, see `RaggedRows.append`; tensors as in the columns of the table."""
-        columns = self.statistics
+        columns, self._read = self.statistics, {}
         for name in statistics:
             if name not in columns:
                 columns[name], self._texts_without[name] = RaggedRows(self._queries), set(self._queries.pieces)
@@ -257,9 +258,15 @@ class TextTable:
         for name, values in statistics.items():
             columns[name].append(values, pieces)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_read": {}}  # each view would be stored with all rows
+
     def statistics_of(self, text: int) -> dict[str, Tensor]:
         """Return the statistics of a text that were measured in all of its calls: name -> (heads, queries)."""
         if text not in self._queries.pieces:
             return {}
-        lacking = self._texts_without
-        return {name: column.rows_of(text) for name, column in self.statistics.items() if text not in lacking[name]}
+        read, lacking = self._read, self._texts_without
+        if text not in read:
+            of_columns = self.statistics.items()
+            read[text] = {name: column.rows_of(text) for name, column in of_columns if text not in lacking[name]}
+        return read[text]
