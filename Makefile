@@ -66,7 +66,7 @@ test: $(LIBRARY) $(TESTS)  ## run the tests, and the examples in docstrings and 
 # Without MULTIHEAD_BROWSER these tests are left out, so that `make test` needs no browser.
 browser: $(LIBRARY) $(BROWSER)  ## test the viewer's page in Chromium, which apt-get installs if it is missing
 	@$(CHROMIUM)
-	MULTIHEAD_BROWSER=1 $(BIN)/python -m pytest tests/browser $(PARALLEL)
+	MULTIHEAD_BROWSER=1 $(BIN)/python -m pytest tests/browser
 
 pictures: $(LIBRARY) $(BROWSER)  ## take the README's pictures of the report and the viewer in Chromium
 	@$(CHROMIUM)
