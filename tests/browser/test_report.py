@@ -56,7 +56,7 @@ def test_layers_keep_their_numbers_in_the_grid_the_table_the_findings_and_the_ad
     shown.at("#rows a").first.click()
     shown.settle()
     assert shown.place["a"].startswith("L18H")
-    assert "18" in (shown.at("#map").get_attribute("aria-label") or "")
+    shown.page.wait_for_function("() => document.getElementById('map').getAttribute('aria-label')?.includes('18')")
 
 
 def test_an_address_with_a_layers_number_opens_that_layer(written: Written) -> None:
