@@ -12,7 +12,7 @@ import click
 
 from multihead.cli.interventions import build_measure, check_options, check_text_lengths, intervention_options
 from multihead.cli.language import lang_option
-from multihead.cli.model_options import check_no_surplus, device_options, read_texts
+from multihead.cli.model_options import check_no_surplus, device_options, read_texts, split_list
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, table_options, write_tables
 from multihead.files import check_writable
@@ -143,7 +143,7 @@ def ablate(
         def show_loading(stage: str) -> None:
             steps.show(locale(f"look.doing.{stage}", lang, model=escape_controls(model)))
 
-        keys = [parse_head(each) for each in heads.replace("，", ",").split(",")]
+        keys = [parse_head(each) for each in split_list(heads)]
         described = describe(found, stage=show_loading)
         encoded = [(name, encode(described, each, tokens=tokens)) for name, each in texts]
         encoded_reference = [encode(described, each, tokens=tokens) for _, each in others]

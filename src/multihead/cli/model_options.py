@@ -142,6 +142,11 @@ def check_no_surplus(arguments: Sequence[str]) -> None:
         )
 
 
+def split_list(given: str) -> list[str]:
+    """Split a list at its commas, of which a Chinese keyboard types wide ones."""
+    return given.replace("，", ",").split(",")
+
+
 def parse_layers(layers: str) -> list[int]:
     """Parse layer numbers and ranges, such as "0,3-5".
 
@@ -152,7 +157,7 @@ def parse_layers(layers: str) -> list[int]:
         UsageError: `layers` is not a list of numbers and ranges.
     """
     found: list[int] = []
-    for part in layers.replace("，", ",").split(","):
+    for part in split_list(layers):
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not (last.isdigit() and int(first) <= int(last))):
             raise click.UsageError(f"--layers is {layers!r}. Give layer numbers such as 0,3-5.")
