@@ -24,11 +24,11 @@ USERS = {
     ),
     "widget": ("viewer/widget/*.py",),
     "findings": ("record/analysis/highlights.py",),
-    "look": ("cli/look*.py", "viewer/looking.py"),
+    "look": ("cli/look*.py", "cli/progress.py", "viewer/looking.py"),
     "progress": ("cli/progress.py",),
     "view": ("cli/view.py", "cli/serving.py"),
     "compare": ("cli/compare.py", "record/analysis/changes.py"),
-    "ablate": ("cli/ablate.py",),
+    "ablate": ("cli/ablate.py", "cli/interventions.py"),
     "importance": (
         "interventions/importance.py",
         "interventions/patch.py",

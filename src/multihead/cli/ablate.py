@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import sqrt
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from multihead.cli.interventions import build_measure, check_options, check_text_lengths, intervention_options
+from multihead.cli.interventions import InterventionInputs, InterventionOptions, intervention_options
 from multihead.cli.language import lang_option
-from multihead.cli.model_options import check_no_surplus, device_options, read_texts, split_list
+from multihead.cli.model_options import check_no_surplus, device_options, given_as
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, table_options, write_tables
 from multihead.files import check_writable
@@ -23,8 +24,7 @@ from multihead.locale.texts import text as locale
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from multihead.interventions.measures import Measure
-    from multihead.models.loading import EncodedText, LoadedModel
+    from multihead.models.loading import LoadedModel
 
 EXAMPLES = """
 \b
@@ -95,25 +95,14 @@ class PredictionComparison(NamedTuple):
 @table_options
 @lang_option
 @click.pass_context
+@given_as(InterventionOptions)
 def ablate(
     context: click.Context,
     *,
-    model: str,
-    heads: str,
-    files: tuple[str, ...],
-    prompts: tuple[str, ...],
-    tokens: int | None,
-    by: str | None,
-    reference: tuple[str, ...],
-    measure: str,
-    token: str | None,
-    other: str | None,
+    given: InterventionOptions,
     scale: float | None,
-    device: str,
-    dtype: str,
     json_file: str | None,
     csv_file: str | None,
-    lang: str,
 ) -> None:
     """Switch heads off, and show how much worse the model predicts each text.
 
@@ -123,100 +112,68 @@ def ablate(
     has a standard error over the texts.
     """
     check_no_surplus(context.args)
-    if scale is not None and by is not None:
-        raise click.UsageError(f"--scale multiplies the output, and --by {by} replaces it. Leave out one of them.")
-    check_options(len(files) + len(prompts), by, reference, measure, token, other)
+    if scale is not None and given.by is not None:
+        raise click.UsageError(
+            f"--scale multiplies the output, and --by {given.by} replaces it. Leave out one of them."
+        )
+    given.check()
     check_writable(table_files(json_file, csv_file))
-    texts, others = read_texts(files, prompts), read_texts(reference, ())
-
-    # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
-    from multihead.models.source import find_model
-
+    lang = given.lang
     with Steps(lang) as steps:
-        steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
-        found = find_model(model)
-        from multihead.interventions.heads import parse_head
-        from multihead.interventions.measures import measure_of
-        from multihead.models.loading import describe, encode, load
+        inputs = given.load(steps)
         from multihead.models.use import use
 
-        def show_loading(stage: str) -> None:
-            steps.show(locale(f"look.doing.{stage}", lang, model=escape_controls(model)))
-
-        keys = [parse_head(each) for each in split_list(heads)]
-        described = describe(found, stage=show_loading)
-        encoded = [(name, encode(described, each, tokens=tokens)) for name, each in texts]
-        encoded_reference = [encode(described, each, tokens=tokens) for _, each in others]
-        check_text_lengths(encoded, measure, same=by == "resample")
-        given_measure = build_measure(described, token, other)
-        loaded = load(described, head="language", device=device, dtype=dtype, stage=show_loading)
-        use(loaded.model)
-        if others:
+        use(inputs.loaded.model)
+        if inputs.reference is not None:
             steps.show(locale("ablate.averaging", lang))
-        intervention = _build_intervention(loaded, keys, by or "zero", encoded_reference, scale)
-        measured = measure_of(loaded.model, given_measure)
-        running = locale("ablate.running", lang)
-        compared = _compare_predictions(
-            loaded,
-            encoded,
-            intervention,
-            measured,
-            batched=by == "resample",
-            progress=lambda *done: steps.show(running, *done),
-        )
-    rows = _table_rows(compared, measured.name)
+        intervention = _build_intervention(inputs, given, scale)
+        running = partial(steps.show, locale("ablate.running", lang))
+        compared = _compare_predictions(inputs, intervention, progress=running)
+    measure = inputs.measure.name
+    rows = _table_rows(compared, measure)
     write_tables(rows, json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
-        names = locale("common.join.comma", lang).join(map(str, keys))
-        values = {"model": escape_controls(loaded.title), "heads": names, "factor": scale}
-        title = locale(f"ablate.{'scaled' if scale is not None else by or 'zero'}", lang, **values)
-        tokens_of_measure = {"token": escape_controls(token or ""), "other": escape_controls(other or "")}
-        explained = locale(f"ablate.explained.{measured.name}", lang, **tokens_of_measure)
-        _print_table(title, [name for name, _ in encoded], rows, measured.name, explained, lang)
+        names = locale("common.join.comma", lang).join(map(str, inputs.heads or ()))
+        values = {"model": escape_controls(inputs.loaded.title), "heads": names, "factor": scale}
+        title = locale(f"ablate.{given.replacement if scale is None else 'scaled'}", lang, **values)
+        explained = locale(f"ablate.explained.{measure}", lang, **given.names_of_tokens)
+        _print_table(title, [name for name, _ in inputs.texts], rows, measure, explained, lang)
 
 
 def _build_intervention(
-    loaded: LoadedModel, heads: Sequence[Any], by: Any, reference: Sequence[EncodedText], scale: float | None
+    inputs: InterventionInputs, given: InterventionOptions, scale: float | None
 ) -> AbstractContextManager[Any]:
     from multihead.interventions.ablate import ablate as switch_off
     from multihead.interventions.ablate import scale_heads
 
+    model, heads = inputs.loaded.model, inputs.heads or []
     if scale is not None:
-        return scale_heads(loaded.model, dict.fromkeys(heads, scale))
-    batches = [loaded.arguments(each) for each in reference]
-    return switch_off(loaded.model, heads, by=by, reference=batches if by == "mean" else None)
+        return scale_heads(model, dict.fromkeys(heads, scale))
+    return switch_off(model, heads, by=given.replacement, reference=inputs.reference)
 
 
 def _compare_predictions(
-    loaded: LoadedModel,
-    texts: Sequence[tuple[str, EncodedText]],
-    intervention: AbstractContextManager[Any],
-    measure: Measure,
-    *,
-    batched: bool,
-    progress: Callable[[int, int], None],
+    inputs: InterventionInputs, intervention: AbstractContextManager[Any], *, progress: Callable[[int, int], None]
 ) -> list[PredictionComparison]:
-    """Run the model on all texts without the intervention and with it: one by one, or as one batch."""
+    """Run the model on all texts without the intervention and with it."""
     import torch
 
-    network: Any = loaded.model
-    groups = [texts] if batched else [[each] for each in texts]
+    network: Any = inputs.loaded.model
     predictions: list[list[Prediction]] = []
     contexts: tuple[AbstractContextManager[Any], ...] = (nullcontext(), intervention)
     for part, context in enumerate(contexts):
         found: list[Prediction] = []
-        for index, group in enumerate(groups):
-            progress(part * len(groups) + index, 2 * len(groups))
-            arguments = [loaded.arguments(encoded) for _, encoded in group]
-            batch = {name: torch.cat([each[name] for each in arguments]) for name in arguments[0]}
+        for index, batch in enumerate(inputs.batches):
+            progress(part * len(inputs.batches) + index, 2 * len(inputs.batches))
             with torch.no_grad(), context:
                 output = network(**batch)
-                measured = measure.of_texts(output, batch, (len(group),)).tolist()
-            found += [_predict(loaded, *each) for each in zip(measured, output.logits, batch["input_ids"], strict=True)]
+                measured = inputs.measure.of_texts(output, batch, (len(batch["input_ids"]),)).tolist()
+            predicted = zip(measured, output.logits, batch["input_ids"], strict=True)
+            found += [_predict(inputs.loaded, *each) for each in predicted]
         predictions.append(found)
     return [
         PredictionComparison(name, encoded.ids.shape[1], before, after)
-        for (name, encoded), before, after in zip(texts, *predictions, strict=True)
+        for (name, encoded), before, after in zip(inputs.texts, *predictions, strict=True)
     ]
 
 

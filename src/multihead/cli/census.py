@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from multihead.cli.language import lang_option
-from multihead.cli.model_options import model_options, parse_layers, split_list
+from multihead.cli.model_options import model_options, split_list
 from multihead.cli.progress import Steps
 from multihead.errors import InputError
 from multihead.errors.optional import require
@@ -126,7 +126,7 @@ def census(
     column: str,
     tokens: int | None,
     probes: str | None,
-    layers: str | None,
+    layers: list[int] | None,
     examples: int,
     share: float,
     seed: int,
@@ -181,7 +181,7 @@ def census(
             column=column,
             tokens=tokens,
             probes=None if probes is None else [each.strip() for each in split_list(probes)],
-            layers=None if layers is None else parse_layers(layers),
+            layers=layers,
             examples=examples,
             share=share,
             seed=seed,

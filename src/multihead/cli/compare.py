@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,7 +101,7 @@ def compare(
                 runs[1],
                 **chosen,
                 queries=queries,
-                progress=lambda done, total: steps.show(comparing, done, total),
+                progress=partial(steps.show, comparing),
             )
             rows: list[dict[str, Any]] = [dict(one.row()) for one in changed]
         else:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from multihead.cli.interventions import build_measure, check_options, check_text_lengths, intervention_options
+from multihead.cli.interventions import InterventionInputs, InterventionOptions, intervention_options
 from multihead.cli.language import lang_option
-from multihead.cli.model_options import check_no_surplus, device_options, read_texts, split_list
+from multihead.cli.model_options import check_no_surplus, device_options, given_as
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, table_options, write_tables
 from multihead.errors.optional import require
@@ -22,9 +23,7 @@ from multihead.locale.texts import text as locale
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from multihead.interventions.heads import HeadKey
     from multihead.interventions.importance import EffectsOfLayer, Importance
-    from multihead.interventions.measures import Measure
     from multihead.interventions.together import OffTogether
     from multihead.models.loading import EncodedText, LoadedModel
     from multihead.observation.record import HeadNumbers, Record
@@ -81,28 +80,17 @@ HEADS_PER_LABEL = 5  # every fifth column of the picture has the number of its h
 @table_options
 @lang_option
 @click.pass_context
+@given_as(InterventionOptions)
 def importance(
     context: click.Context,
     *,
-    model: str,
-    heads: str | None,
-    files: tuple[str, ...],
-    prompts: tuple[str, ...],
-    tokens: int | None,
-    by: Any,
-    reference: tuple[str, ...],
-    measure: str,
-    token: str | None,
-    other: str | None,
+    given: InterventionOptions,
     gradient: bool,
     heads_off: int | None,
     top: int,
     out: str | None,
-    device: str,
-    dtype: str,
     json_file: str | None,
     csv_file: str | None,
-    lang: str,
 ) -> None:
     """Switch each head off once, and show which heads matter.
 
@@ -111,128 +99,78 @@ def importance(
     every head. --text and --prompt may be repeated: one text has no standard error.
     """
     check_no_surplus(context.args)
-    check_options(len(files) + len(prompts), by, reference, measure, token, other)
-    _check_own_options(len(files) + len(prompts), by, gradient=gradient, heads_off=heads_off)
-    check_writable([*table_files(json_file, csv_file), *([] if out is None else [out])])
-    if out is not None:
-        require("jinja2", purpose="Writing a page", extra="view")
-    texts, others = read_texts(files, prompts), read_texts(reference, ())
-
-    # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
-    from multihead.models.source import find_model
-
-    with Steps(lang) as steps:
-        steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
-        found_model = find_model(model)
-        import torch
-
-        from multihead.interventions.heads import parse_head, resolve_heads
-        from multihead.models.loading import describe, encode, load
-
-        def show_loading(stage: str) -> None:
-            steps.show(locale(f"look.doing.{stage}", lang, model=escape_controls(model)))
-
-        keys: Any = None if heads is None else [parse_head(each) for each in split_list(heads)]
-        described = describe(found_model, stage=show_loading)
-        encoded = [(name, encode(described, each, tokens=tokens)) for name, each in texts]
-        encoded_reference = [encode(described, each, tokens=tokens) for _, each in others]
-        check_text_lengths(encoded, measure, same=by == "resample")
-        given_measure = build_measure(described, token, other)
-        loaded = load(described, head="language", device=device, dtype=dtype, stage=show_loading)
-        if keys is not None:
-            keys = resolve_heads(loaded.model, keys)
-        if heads_off is not None:
-            _check_heads_off(loaded, heads_off, len(texts), keys)
-        batches: list[dict[str, Any]] = [loaded.arguments(each) for _, each in encoded]
-        if by == "resample":
-            batches = [{name: torch.cat([each[name] for each in batches]) for name in batches[0]}]
-        found, together = _measure(
-            loaded,
-            batches,
-            steps,
-            lang,
-            measure=given_measure,
-            by=by or "zero",
-            heads=keys,
-            reference=[loaded.arguments(each) for each in encoded_reference],
-            gradient=gradient,
-            heads_off=heads_off,
-        )
-        read = [each for _, each in encoded]
-        if out is None:
-            kinds, page = _kinds_of_heads(loaded, read, steps, lang), None
-        else:
-            numbers: list[HeadNumbers] = [found] if together is None else [found, together]
-            kinds, page = _write_page(loaded, read, numbers, out, steps, lang)
-    write_tables(_table_rows(found, together, kinds), json_file=json_file, csv_file=csv_file)
-    if "-" not in (json_file, csv_file):
-        _print_importance(loaded, found, together, kinds, top=top, tokens=(token, other), lang=lang)
-        if page is not None:
-            click.echo("\n" + locale("look.page", lang, page=page))
-
-
-def _check_own_options(texts: int, by: str | None, *, gradient: bool, heads_off: int | None) -> None:
-    """Reject options that contradict each other, or lack texts."""
-    if heads_off is not None and texts < 2:
+    given.check()
+    if heads_off is not None and given.num_texts < 2:
         raise click.UsageError(
             "--heads-off chooses heads on every second text and measures on the others, and there is one. Give several "
             "texts."
         )
-    if gradient and by == "resample":
+    if gradient and given.by == "resample":
         raise click.UsageError("--gradient estimates the effect by zero or by the mean. Leave out --by resample.")
+    check_writable([*table_files(json_file, csv_file), *([] if out is None else [out])])
+    if out is not None:
+        require("jinja2", purpose="Writing a page", extra="view")
+    lang = given.lang
+    with Steps(lang) as steps:
+        inputs = given.load(steps)
+        if heads_off is not None:
+            _check_heads_off(inputs, heads_off)
+        found, together = _measure(inputs, given, steps, gradient=gradient, heads_off=heads_off)
+        read = [each for _, each in inputs.texts]
+        if out is None:
+            kinds, page = _kinds_of_heads(inputs.loaded, read, steps, lang), None
+        else:
+            numbers: list[HeadNumbers] = [found] if together is None else [found, together]
+            kinds, page = _write_page(inputs.loaded, read, numbers, out, steps, lang)
+    write_tables(_table_rows(found, together, kinds), json_file=json_file, csv_file=csv_file)
+    if "-" not in (json_file, csv_file):
+        _print_importance(inputs.loaded, found, together, kinds, given, top)
+        if page is not None:
+            click.echo("\n" + locale("look.page", lang, page=page))
 
 
-def _check_heads_off(loaded: LoadedModel, number: int, texts: int, keys: Sequence[HeadKey] | None) -> None:
+def _check_heads_off(inputs: InterventionInputs, number: int) -> None:
     """Reject more heads than the model has before each is switched off, which may take long."""
     from multihead.interventions.heads import attention_layers
     from multihead.interventions.together import check_off_together
 
-    counts = {layer.number: layer.num_heads for layer in attention_layers(loaded.model)}
+    counts = {layer.number: layer.num_heads for layer in attention_layers(inputs.loaded.model)}
     if None in counts.values():
         return
-    all_heads = {(layer, head) for layer, count in counts.items() for head in range(count or 0)}
-    named = {each for each in all_heads for key in keys or () if key.layer == each[0] and key.head in (None, each[1])}
-    check_off_together(number, texts, len(all_heads if keys is None else named), len(all_heads))
+    heads, keys = {(layer, head) for layer, count in counts.items() for head in range(count or 0)}, inputs.heads
+    named = {each for each in heads for key in keys or () if key.layer == each[0] and key.head in (None, each[1])}
+    check_off_together(number, len(inputs.texts), len(heads if keys is None else named), len(heads))
 
 
 def _measure(
-    loaded: LoadedModel,
-    batches: Sequence[dict[str, Any]],
-    steps: Steps,
-    lang: str,
-    *,
-    measure: Measure | None,
-    by: Any,
-    heads: Any,
-    reference: Sequence[dict[str, Any]],
-    gradient: bool,
-    heads_off: int | None,
+    inputs: InterventionInputs, given: InterventionOptions, steps: Steps, *, gradient: bool, heads_off: int | None
 ) -> tuple[Importance, OffTogether | None]:
     """Switch off each head once, and the most important ones together."""
     from multihead.interventions.importance import importance as measure_importance
     from multihead.interventions.together import off_together
 
+    model, lang = inputs.loaded.model, given.lang
     running = locale("importance.estimating" if gradient else "importance.running", lang)
-    steps.show(locale("ablate.averaging", lang) if reference else running)
+    steps.show(running if inputs.reference is None else locale("ablate.averaging", lang))
 
     def show_layer(step: EffectsOfLayer) -> None:
         left = _time_left(step.seconds_left, lang) if step.seconds_left else ""
         steps.show(running, step.done, step.total, detail=left)
 
     found = measure_importance(
-        loaded.model,
-        batches,
-        measure,
-        by=by,
+        model,
+        inputs.batches,
+        inputs.measure,
+        by=given.replacement,
         method="gradient" if gradient else "exact",
-        heads=heads,
-        reference=reference or None,
+        heads=inputs.heads,
+        reference=inputs.reference,
         progress=show_layer,
     )
     if heads_off is None:
         return found, None
-    off = locale("importance.running together", lang)
-    return found, off_together(loaded.model, batches, found, heads_off, progress=lambda *done: steps.show(off, *done))
+    off = partial(steps.show, locale("importance.running together", lang))
+    return found, off_together(model, inputs.batches, found, heads_off, progress=off)
 
 
 def _time_left(seconds: float, lang: str) -> str:
@@ -280,9 +218,7 @@ def _write_page(
     for each in numbers:
         record.add(each)
     storing = locale("look.doing.storing", lang)
-    page = write_page_of_run(
-        record, inputs, out=out, lang=lang, progress=lambda done, total: steps.show(storing, done, total)
-    )
+    page = write_page_of_run(record, inputs, out=out, lang=lang, progress=partial(steps.show, storing))
     return _kinds_in(record), page
 
 
@@ -318,19 +254,16 @@ def _print_importance(
     found: Importance,
     together: OffTogether | None,
     kinds: Mapping[tuple[int, int], str],
-    *,
+    given: InterventionOptions,
     top: int,
-    tokens: tuple[str | None, str | None],
-    lang: str,
 ) -> None:
     """Print what was measured, the most important heads, the picture of all, and the heads off together."""
     from multihead.cli.console import open_console, print_sentence
 
-    console = open_console()
+    console, lang = open_console(), given.lang
     kind = f"estimated.{found.by}" if found.method == "gradient" else found.by
     title = locale(f"importance.{kind}", lang, model=escape_controls(loaded.title), heads=len(found.heads()))
-    token, other = (escape_controls(each or "") for each in tokens)
-    measured = locale(f"importance.effect.{found.measure.name}", lang, token=token, other=other)
+    measured = locale(f"importance.effect.{found.measure.name}", lang, **given.names_of_tokens)
     print_sentence(console, locale("common.join.sentences", lang).join([title, measured]))
     print_sentence(console, found.describe(lang))
     console.print()

@@ -7,7 +7,9 @@ per generated token in each layer. `--textbook` runs the encoder alone: random t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -17,9 +19,9 @@ from multihead.cli.language import lang_option
 from multihead.cli.look_output import print_heads, print_memory_and_files, print_textbook_heads
 from multihead.cli.model_options import (
     check_no_surplus,
+    given_as,
     model_options,
     option_given_once,
-    parse_layers,
     read_texts,
     text_options,
 )
@@ -70,6 +72,67 @@ def _choice_of_sort() -> click.Choice[str]:
 
 def _check_sort(context: click.Context, param: click.Parameter, value: str) -> str:
     return value if value == DEFAULT_SORT else _choice_of_sort().convert(value, param, context)
+
+
+@dataclass(frozen=True)
+class LookOptions:
+    """What a model reads, and how, as the user gave it."""
+
+    files: tuple[str, ...]
+    prompts: tuple[str, ...]
+    audio: str | None
+    images: tuple[str, ...]
+    max_tokens: int | None
+    png: str | None
+    decoder_texts: tuple[str, ...]
+    tokens: int | None
+    layers: list[int] | None
+    device: str
+    dtype: str
+    textbook: bool
+    start_token: str | None
+    lang: str
+
+    def check_options_of_pictures(self) -> None:
+        """Reject options of texts with pictures, and options of pictures without them."""
+        of_texts = {
+            "--audio": self.audio,
+            "--decoder-text": self.decoder_texts,
+            "--tokens": self.tokens,
+            "--textbook": self.textbook,
+        }
+        of_pictures = {"--png": self.png, "--max-tokens": self.max_tokens}
+        for name, value in (of_texts if self.images else of_pictures).items():
+            if value and self.images:
+                raise click.UsageError(f"{name} cannot be given with --image. Leave one of them out.")
+            if value:
+                raise click.UsageError(f"{name} is for pictures. Add --image FILE.")
+
+    def read(self) -> tuple[list[str], tuple[NDArray[np.float32], int] | None]:
+        """Return the texts to read and no audio, or no text and the samples of the audio with their rate."""
+        if self.images:
+            texts = [text for _, text in read_texts(self.files, self.prompts)]
+            if len(texts) > 1:
+                raise click.UsageError(
+                    f"{len(texts)} texts were given with --image, and one is read. Give one --prompt."
+                )
+            return texts, None
+        given = {"--text": self.files, "--prompt": self.prompts, "--audio": self.audio}
+        several = [name for name, value in given.items() if value]
+        if self.audio is not None and len(several) > 1:
+            raise click.UsageError(
+                f"{' and '.join(several)} were given, and only one of them is read. Leave out the rest."
+            )
+        if not several:
+            raise click.UsageError(
+                "Give what to read: --text FILE or --prompt TEXT, --audio FILE for a speech model, or --image FILE for "
+                "one that reads pictures."
+            )
+        if self.audio is not None and self.textbook:
+            raise click.UsageError("--textbook runs random tokens, and a speech model reads none. Leave it out.")
+        if self.audio is not None:
+            return [], read_audio(self.audio)
+        return [text for _, text in read_texts(self.files, self.prompts)], None
 
 
 @click.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})  # rejected with the option they lack
@@ -131,30 +194,18 @@ def _check_sort(context: click.Context, param: click.Parameter, value: str) -> s
 )
 @lang_option
 @click.pass_context
+@given_as(LookOptions)
 def look(
     context: click.Context,
     *,
     model: str,
-    files: tuple[str, ...],
-    prompts: tuple[str, ...],
-    audio: str | None,
-    images: tuple[str, ...],
-    max_tokens: int | None,
-    png: str | None,
-    decoder_texts: tuple[str, ...],
-    tokens: int | None,
-    layers: str | None,
-    device: str,
-    dtype: str,
+    given: LookOptions,
     sort: str,
     top: int | None,
     json_file: str | None,
     csv_file: str | None,
     out: str,
     record_file: str | None,
-    textbook: bool,
-    start_token: str | None,
-    lang: str,
 ) -> None:
     """Look at every head of a model as it reads texts or pictures.
 
@@ -164,24 +215,20 @@ def look(
     texts, and the page a switch between them.
     """
     check_no_surplus(context.args)
-    if not textbook:
-        _check_no_textbook_needed(sort, start_token)
-    _check_options_of_pictures(
-        images,
-        of_texts={"--audio": audio, "--decoder-text": decoder_texts, "--tokens": tokens, "--textbook": textbook},
-        of_pictures={"--png": png, "--max-tokens": max_tokens},
-    )
-    texts, sound = _texts_or_audio(files, prompts, audio, images, textbook=textbook)
-    targets = [out, png, *table_files(json_file, csv_file), record_file]
+    if not given.textbook:
+        _check_no_textbook_needed(sort, given.start_token)
+    given.check_options_of_pictures()
+    texts, sound = given.read()
+    targets = [out, given.png, *table_files(json_file, csv_file), record_file]
     check_writable([target for target in targets if target is not None])
-    chosen = None if layers is None else parse_layers(layers)
-    _check_packages(images=bool(images), png=png is not None, record=record_file is not None)
+    _check_packages(images=bool(given.images), png=given.png is not None, record=record_file is not None)
 
     # Imported here, so that --help does not load torch, and a wrong name is rejected before it is loaded.
     from multihead.models.source import find_model
 
+    lang = given.lang
     with Steps(lang) as steps:
-        steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
+        show_stage = steps.show_loading(model)
         found = find_model(model)
         from multihead.cli.console import open_console, print_sentence
         from multihead.models.loading import family_head
@@ -191,55 +238,24 @@ def look(
 
         inputs: list[ModelInputs] = []
         of_pictures: list[str] = []
-        if images:
+        if given.images:
             steps.show(locale("look.doing.watching", lang))
-            loaded, record, of_pictures = _record_pictures(
-                found,
-                images,
-                texts,
-                png,
-                steps,
-                max_tokens=max_tokens,
-                layers=chosen,
-                device=device,
-                dtype=dtype,
-                lang=lang,
-            )
+            loaded, record, of_pictures = _record_pictures(found, given, texts, steps)
         else:
-            loaded, inputs, record = _record_texts(
-                found,
-                texts,
-                sound,
-                steps,
-                decoder_texts=decoder_texts,
-                tokens=tokens,
-                layers=chosen,
-                device=device,
-                dtype=dtype,
-                textbook=textbook,
-                start_token=start_token,
-                lang=lang,
-            )
+            loaded, inputs, record = _record_texts(found, given, texts, sound, steps, show_stage)
         if record_file is not None:
             steps.show(locale("look.doing.saving", lang, file=escape_controls(record_file)))
             record.save(record_file)
         reading = locale("look.doing.reading", lang)
         steps.show(reading)
 
-        def count_queries(done: int, total: int) -> None:
-            steps.show(reading, done, total)
-
+        count_queries = partial(steps.show, reading)
         of_page = record.profiles(sample=0, progress=count_queries) if len(record.texts) == 1 else None
         of_all = of_page or record.profiles(progress=count_queries)
         storing = locale("look.doing.storing", lang)
         steps.show(storing)
         page = write_page_of_run(
-            record,
-            inputs,
-            profiles=of_page,
-            out=out,
-            lang=lang,
-            progress=lambda done, total: steps.show(storing, done, total),
+            record, inputs, profiles=of_page, out=out, lang=lang, progress=partial(steps.show, storing)
         )
     table = record.table(sort=sort, kinds=False)
     read = {profile.number: profile for profile in of_all}
@@ -249,7 +265,7 @@ def look(
         print_heads(record, of_all, inputs, rows[:top], sort=sort, lang=lang)
         for sentence in of_pictures:
             print_sentence(open_console(), sentence)
-        if textbook:
+        if given.textbook:
             print_textbook_heads(of_all, lang)
         elif inputs and inputs[0].text is not None and family_head(loaded) == "language":
             print_sentence(open_console(), locale("look.no textbook", lang))
@@ -258,60 +274,43 @@ def look(
 
 def _record_texts(
     found: FoundModel,
+    given: LookOptions,
     texts: list[str],
     sound: tuple[NDArray[np.float32], int] | None,
     steps: Steps,
-    *,
-    decoder_texts: tuple[str, ...],
-    tokens: int | None,
-    layers: list[int] | None,
-    device: str,
-    dtype: str,
-    textbook: bool,
-    start_token: str | None,
-    lang: str,
+    show_stage: Callable[[str], None],
 ) -> tuple[LoadedModel, list[ModelInputs], Record]:
     """Load a model, and record it on texts or audio."""
     from multihead.models.given_texts import recognise_texts
     from multihead.viewer.looking import check_decoder_texts, load_model_and_encode_texts, record_model_run
 
-    given = [] if sound is not None else recognise_texts(texts)
-    for_decoder = check_decoder_texts(decoder_texts or None, max(len(given), 1))
+    recognised = [] if sound is not None else recognise_texts(texts)
+    for_decoder = check_decoder_texts(given.decoder_texts or None, max(len(recognised), 1))
     loaded, encoded = load_model_and_encode_texts(
         found,
-        given,
-        tokens=tokens,
-        layers=layers,
-        device=device,
-        dtype=dtype,
-        stage=lambda stage: steps.show(locale(f"look.doing.{stage}", lang, model=escape_controls(found.name))),
+        recognised,
+        tokens=given.tokens,
+        layers=given.layers,
+        device=given.device,
+        dtype=given.dtype,
+        stage=show_stage,
     )
     inputs, record = record_model_run(
         loaded,
         encoded,
         sound,
         decoder_texts=for_decoder,
-        layers=layers,
-        textbook=textbook,
-        start_token=start_token,
+        layers=given.layers,
+        textbook=given.textbook,
+        start_token=given.start_token,
         show=steps.show,
-        lang=lang,
+        lang=given.lang,
     )
     return loaded, inputs, record
 
 
 def _record_pictures(
-    found: FoundModel,
-    images: tuple[str, ...],
-    texts: list[str],
-    png: str | None,
-    steps: Steps,
-    *,
-    max_tokens: int | None,
-    layers: list[int] | None,
-    device: str,
-    dtype: str,
-    lang: str,
+    found: FoundModel, given: LookOptions, texts: list[str], steps: Steps
 ) -> tuple[LoadedModel, Record, list[str]]:
     """Load a model, record it on pictures, and save one as PNG; return sentences about the pictures, too."""
     from multihead.models.pictures import read_pictures
@@ -322,36 +321,24 @@ def _record_pictures(
         save_picture,
     )
 
-    read = read_pictures(images)
-    loaded, processor = load_picture_model(found, device=device, dtype=dtype)
-    most = MAX_PICTURE_TOKENS if max_tokens is None else max_tokens
-    text = texts[0] if texts else None
+    read, lang = read_pictures(given.images), given.lang
+    loaded, processor = load_picture_model(found, device=given.device, dtype=given.dtype)
     measuring = locale("look.doing.places", lang)
     run = look_at_pictures(
         loaded,
         processor,
         read,
-        text,
-        max_tokens=most,
-        layers=layers,
-        progress=lambda done, total: steps.show(measuring, done, total),
+        texts[0] if texts else None,
+        max_tokens=given.max_tokens or MAX_PICTURE_TOKENS,
+        layers=given.layers,
+        progress=partial(steps.show, measuring),
     )
     sentences = [locale("look.picture tokens", lang, number=f"{run.tokens:,}"), *map(escape_controls, run.notes)]
-    if png is not None:
-        opening = save_picture(run, png)
+    if given.png is not None:
+        opening = save_picture(run, given.png)
         head = f"L{opening.layer} H{opening.head}"
-        sentences.append(locale("look.png", lang, file=escape_controls(png), head=head))
+        sentences.append(locale("look.png", lang, file=escape_controls(given.png), head=head))
     return loaded, run.record, [*sentences, locale("look.not why", lang)]
-
-
-def _check_options_of_pictures(
-    images: tuple[str, ...], *, of_texts: Mapping[str, object], of_pictures: Mapping[str, object]
-) -> None:
-    for name, value in (of_texts if images else of_pictures).items():
-        if value and images:
-            raise click.UsageError(f"{name} cannot be given with --image. Leave one of them out.")
-        if value:
-            raise click.UsageError(f"{name} is for pictures. Add --image FILE.")
 
 
 def _check_packages(*, images: bool, png: bool, record: bool) -> None:
@@ -372,28 +359,3 @@ def _check_no_textbook_needed(sort: str, start_token: str | None) -> None:
             raise click.UsageError(f"--sort is {sort}, which only --textbook measures. Add --textbook.")
     if start_token is not None:
         raise click.UsageError("--start-token is for the random tokens of --textbook. Add --textbook.")
-
-
-def _texts_or_audio(
-    files: tuple[str, ...], prompts: tuple[str, ...], audio: str | None, images: tuple[str, ...], *, textbook: bool
-) -> tuple[list[str], tuple[NDArray[np.float32], int] | None]:
-    """Return the texts to read and no audio, or no text and the samples of the audio with their rate."""
-    if images:
-        texts = [text for _, text in read_texts(files, prompts)]
-        if len(texts) > 1:
-            raise click.UsageError(f"{len(texts)} texts were given with --image, and one is read. Give one --prompt.")
-        return texts, None
-    given = {"--text": files, "--prompt": prompts, "--audio": audio}
-    several = [name for name, value in given.items() if value]
-    if audio is not None and len(several) > 1:
-        raise click.UsageError(f"{' and '.join(several)} were given, and only one of them is read. Leave out the rest.")
-    if not several:
-        raise click.UsageError(
-            "Give what to read: --text FILE or --prompt TEXT, --audio FILE for a speech model, or --image FILE for one "
-            "that reads pictures."
-        )
-    if audio is not None and textbook:
-        raise click.UsageError("--textbook runs random tokens, and a speech model reads none. Leave it out.")
-    if audio is not None:
-        return [], read_audio(audio)
-    return [text for _, text in read_texts(files, prompts)], None

@@ -6,6 +6,8 @@ import importlib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -18,7 +20,10 @@ from multihead.files import read_text_file
 MAX_QUOTED_CHARACTERS = 60  # characters of a text in an error
 
 _LAYERS_OPTION = click.option(
-    "--layers", metavar="N,N-N,...", help="Only these layers, counted from 0.  [default: all]"
+    "--layers",
+    metavar="N,N-N,...",
+    callback=lambda _context, _option, given: None if given is None else parse_layers(given),
+    help="Only these layers, counted from 0.  [default: all]",
 )
 _DEVICE_AND_DTYPE_OPTIONS = (
     click.option("--device", default="cpu", show_default=True, help="The device that runs the model."),
@@ -65,29 +70,43 @@ import_option = click.option(
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --port and --browser to a command."""
-    return _add_options(command, _SERVER_OPTIONS)
+    return add_options(command, _SERVER_OPTIONS)
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --layers, --device and --dtype to a command."""
+    """Add --layers, which becomes a list of numbers, --device and --dtype to a command."""
     return _LAYERS_OPTION(device_options(command))
 
 
 def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --device and --dtype to a command."""
-    return _add_options(command, _DEVICE_AND_DTYPE_OPTIONS)
+    return add_options(command, _DEVICE_AND_DTYPE_OPTIONS)
 
 
-def _add_options(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+def add_options(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     """Add options to a command, which `--help` lists in their order."""
     for option in reversed(options):
         command = option(command)
     return command
 
 
+def given_as(kind: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator of a command: it receives the options that are fields of a dataclass as one value, `given`."""
+
+    def with_value(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def run(*arguments: Any, **options: Any) -> Any:
+            given = kind(**{each.name: options.pop(each.name) for each in fields(kind)})
+            return command(*arguments, given=given, **options)
+
+        return run
+
+    return with_value
+
+
 def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --text and --prompt to a command, as `files` and `prompts`; both may be repeated."""
-    return _add_options(
+    return add_options(
         command,
         (
             click.option(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class Steps:
     def __init__(self, lang: str, *, keep: bool = False) -> None:
         from rich.console import Console
 
+        self._lang = lang
         self._shown: _ProgressBars | _ProgressLines
         console = Console(stderr=True, highlight=False)
         self._shown = (
@@ -62,6 +65,15 @@ class Steps:
             detail: text printed after the name, such as a rate.
         """
         self._shown.show(step, done, total, detail)
+
+    def show_loading(self, model: str) -> Callable[[str], None]:
+        """Show that a model is found; return a function that shows what is loaded: "tokenizer" or "weights"."""
+
+        def show_stage(stage: str) -> None:
+            self.show(text(f"look.doing.{stage}", self._lang, model=escape_controls(model)))
+
+        show_stage("loading")
+        return show_stage
 
     def end(self) -> None:
         """End the current step, if there is one."""

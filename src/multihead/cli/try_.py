@@ -10,7 +10,6 @@ from multihead.cli.progress import Steps
 from multihead.errors.optional import require
 from multihead.files import read_text_file
 from multihead.locale.escaping import escape_controls
-from multihead.locale.texts import text as locale
 
 EXAMPLES = """
 \b
@@ -68,7 +67,7 @@ def try_(
     from multihead.models.source import find_model
 
     with Steps(lang) as steps:
-        steps.show(locale("look.doing.loading", lang, model=escape_controls(model)))
+        show_stage = steps.show_loading(model)
         found = find_model(model)
         import torch
 
@@ -77,11 +76,8 @@ def try_(
         from multihead.viewer.trial import load_for_trial, open_trial
         from multihead.viewer.trial_routes import TrialSite
 
-        def show_loading(stage: str) -> None:
-            steps.show(locale(f"look.doing.{stage}", lang, model=escape_controls(model)))
-
-        described = describe(found, stage=show_loading)
-        loaded = load_for_trial(described, device=device, dtype=dtype, stage=show_loading)
+        described = describe(found, stage=show_stage)
+        loaded = load_for_trial(described, device=device, dtype=dtype, stage=show_stage)
         trial = open_trial(loaded, text=text, lang=lang, show=steps.show)
         torch.set_num_threads(trial.fastest_threads())  # threads that are begun later have this number too
     serve_in_browser(TrialSite(trial, lang), names=escape_controls(loaded.title), port=port, browser=browser, lang=lang)
