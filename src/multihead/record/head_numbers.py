@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -29,8 +29,18 @@ def stack_layers(rows: Sequence[Tensor]) -> Tensor:
 
 
 def number_with_error(shown: Statistic, number: float, error: float) -> str:
-    """Return a number with its standard error, without a unit, such as "0.52 ± 0.03"; NaN is no error."""
-    return shown.number(number) if math.isnan(error) else f"{shown.number(number)} ± {shown.number(error)}"
+    """Return a number with its standard error, without a unit; NaN is no error.
+
+    Significant digits become as many decimals as two digits of the error have.
+
+    >>> number_with_error(Statistic("effect"), 0.5217, 0.0312)
+    '0.522 ± 0.031'
+    """
+    if math.isnan(error):
+        return shown.number(number)
+    if shown.number_format.endswith("g") and 0 < error < math.inf:
+        shown = replace(shown, number_format=f".{max(0, 1 - math.floor(math.log10(error)))}f")
+    return f"{shown.number(number)} ± {shown.number(error)}"
 
 
 def cells_with_error(shown: Statistic, number: float, error: float) -> dict[str, str]:

@@ -35,6 +35,9 @@ export function formatSigned(value, digits) {
   return (+shown === 0 ? '' : value < 0 ? '−' : '+') + shown;
 }
 
+// The decimals of a number whose standard error is shown with two digits.
+export const decimalsOf = error => Math.max(0, 1 - Math.floor(Math.log10(error)));
+
 // A share in per cent for tables: one decimal below ten, none above.
 export const formatShare = w => (w * 100).toFixed(Math.abs(w) < 0.0995 ? 1 : 0);
 export const formatPercent = w => formatShare(w) + NBSP + '%';

@@ -6,7 +6,7 @@ import { drawHeads, fitGrid } from '../shared/headgrid.js';
 import { root } from '../shared/host.js';
 import { kindTags } from '../shared/kinds.js';
 import { signedRamp } from '../shared/legend.js';
-import { isKnown, roundUp } from '../shared/numbers.js';
+import { decimalsOf, formatSigned, isKnown, roundUp } from '../shared/numbers.js';
 import { makeStatistic, withUnit } from '../shared/statistics.js';
 import { thumbnailOf } from './grid.js';
 import { windowSize } from './host.js';
@@ -28,11 +28,17 @@ let goTo = _head => {};
 
 const signed = (/** @type {Statistic} */ one, i) => (one.values[i] > 0 ? '+' : '') + one.text(i).replace('-', '−');
 function withError(/** @type {Statistic} */ one, /** @type {Statistic} */ error, i) {
-  const value = isKnown(error.values[i])
-    ? translate('important.error', { value: signed(one, i), error: error.text(i) })
-    : signed(one, i);
+  const spread = error.values[i];
+  const [of, by] =
+    one.percentage || !(spread > 0)
+      ? [signed(one, i), error.text(i)]
+      : [formatSigned(one.values[i], decimalsOf(spread)), spread.toFixed(decimalsOf(spread))];
+  const value = isKnown(spread) ? translate('important.error', { value: of, error: by }) : of;
   return value + (one.percentage || !one.unit ? '' : NBSP + one.unit);
 }
+// A bar of a number, in the colours of the grid: another one below 0.
+const lengthOf = (value, top) =>
+  el('i', { className: value < 0 ? 'below' : '', v: Math.abs(value) / top, 'aria-hidden': 'true' });
 function isWithin(i) {
   const value = chosen.shown.values[i];
   return chosen.hatches && isKnown(value) && Math.abs(value) <= ERRORS * (chosen.error.values[i] ?? Infinity);
@@ -205,7 +211,7 @@ export function drawMost() {
         el('b', { textContent: record.short(i) }),
         kindTags(record.allKinds[i]),
         el('small', { className: 'num', textContent: withError(chosen.shown, chosen.error, i) }),
-        el('i', { v: Math.abs(chosen.shown.values[i]) / top, 'aria-hidden': 'true' }),
+        lengthOf(chosen.shown.values[i], top),
       );
       const link = el(
         'a',
@@ -242,7 +248,7 @@ function drawTogether() {
       el(
         'tr',
         {},
-        el('th', { scope: 'row' }, label, el('i', { v: Math.abs(value) / top, 'aria-hidden': 'true' })),
+        el('th', { scope: 'row' }, label, lengthOf(value, top)),
         el('td', { textContent: withError(numbers, errors, n) }),
       ),
     ),
