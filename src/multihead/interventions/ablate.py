@@ -22,7 +22,7 @@ from multihead.interventions.factors import (
     values_of,
 )
 from multihead.interventions.followed import FollowedCall, follow_calls
-from multihead.interventions.heads import Head, HeadKey, attention_layers, resolve_heads
+from multihead.interventions.heads import Head, HeadKey, attention_layers, require_head_of_layer, resolve_heads
 from multihead.interventions.means import HeadMeans, MeanOver, head_means
 from multihead.interventions.replacements import (
     GivenOutput,
@@ -350,17 +350,8 @@ class _InterventionRun:
                     require_one_factor(HeadKey(call.layer_number, head), before, factor)
         if not chosen:
             return None
-        if call.has_split_heads:
-            raise ModelError(
-                f"The heads of {call.layer_name} are split over ranks, where heads cannot be switched off.",
-                "Run the model on one process.",
-            )
-        if max(chosen) >= count:
-            raise ArgumentError(
-                f"{call.layer_name}, which ran as L{call.layer_number}, has heads H0 to H{count - 1}, and no "
-                f"H{max(chosen)}.",
-                f"The nearest is L{call.layer_number} H{count - 1}.",
-            )
+        call.require_all_heads("heads cannot be switched off")
+        require_head_of_layer(call.layer_number, call.layer_name, count, max(chosen))
         return keys, LayerFactors.of(chosen)
 
     def check_applied(self) -> None:

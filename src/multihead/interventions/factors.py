@@ -112,8 +112,7 @@ class LayerFactors:
             factor = factor[..., head]
         if factor.dim():
             # In a row of several documents, later calls continue more of them.
-            text = call.tokens.text_index
-            texts = int(text.max()) + 1 if text.numel() else 0
+            texts = call.tokens.num_texts
             if len(factor) < texts:
                 raise ArgumentError(
                     f"The factor of L{call.layer_number} H{head} has {len(factor)} texts, and the call has {texts}.",

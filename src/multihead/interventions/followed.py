@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
+from multihead.errors import ModelError
 from multihead.interventions.tokens import QueryTokens, TokenFinder
 from multihead.kernels.call import AttentionRequest, CallOrigin
 from multihead.kernels.head_changes import apply_change
@@ -42,10 +43,12 @@ class FollowedCall:
         """The tokens that are the queries of the call."""
         return self._finder.find(self.request, self.layer_name.partition("#")[0])
 
-    @property
-    def has_split_heads(self) -> bool:
-        """Whether this process computes some of the layer's heads, and other ranks the others."""
-        return rank_heads(self.request.known_origin.layer, self.request.shape.head_dim) is not None
+    def require_all_heads(self, what: str) -> None:
+        """Raise a ModelError if other ranks compute some of the layer's heads, where `what` is impossible."""
+        if rank_heads(self.request.known_origin.layer, self.request.shape.head_dim) is not None:
+            raise ModelError(
+                f"The heads of {self.layer_name} are split over ranks, where {what}.", "Run the model on one process."
+            )
 
 
 OutputChange: TypeAlias = Callable[[FollowedCall, Tensor], tuple[Tensor, Tensor | None]]

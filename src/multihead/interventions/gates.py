@@ -14,7 +14,7 @@ from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.interventions.means import run_batch
 from multihead.interventions.measures import Measure
 from multihead.interventions.prepared import ReadLayers, numbers_of_texts
-from multihead.interventions.replacements import MixedOutput, Replacement, ScaledOutput
+from multihead.interventions.replacements import Replacement, gated
 from multihead.tensors.undo import Undo
 
 
@@ -24,7 +24,7 @@ class GradientsOfGates:
 
     Attributes:
         layers: the layers that ran.
-        baseline: (texts,), the measure; all gates are 1.
+        baseline: (texts,) float64, the measure; all gates are 1.
         gradients: name of a layer -> (texts, heads), the gradient of each text's measure for its gates.
     """
 
@@ -47,7 +47,7 @@ class _Gates:
         text = call.tokens.text_index.to(output.device)  # (batch, queries)
         if call.layer_name not in self.of_layers:
             self.layers.add(call, output)
-            texts, dtype = int(text.max()) + 1, torch.promote_types(output.dtype, torch.float32)
+            texts, dtype = call.tokens.num_texts, torch.promote_types(output.dtype, torch.float32)
             self.of_layers[call.layer_name] = torch.ones(
                 texts, output.shape[1], dtype=dtype, device=output.device, requires_grad=True
             )
@@ -74,8 +74,7 @@ def gradients_of_gates(
     Raises:
         ArgumentError: the measure has no gradient.
     """
-    rule = replacement if isinstance(replacement, ScaledOutput) else MixedOutput(replacement)
-    gates = _Gates(rule, positions)
+    gates = _Gates(gated(replacement), positions)
     with torch.enable_grad(), Undo() as undo, follow_calls(model, gates.apply):
         for parameter in model.parameters():  # no gradients of parameters, which take memory and time
             undo.set_attribute(parameter, "requires_grad", value=False)

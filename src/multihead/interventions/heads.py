@@ -187,6 +187,15 @@ def _is_same_module(name: str, other: str) -> bool:
     return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
 
 
+def require_head_of_layer(number: int, name: str, num_heads: int, head: int) -> None:
+    """Raise an ArgumentError if a layer that ran has fewer heads."""
+    if head >= num_heads:
+        raise ArgumentError(
+            f"{name}, which ran as L{number}, has heads H0 to H{num_heads - 1}, and no H{head}.",
+            f"The nearest is L{number} H{num_heads - 1}.",
+        )
+
+
 def _missing_head_error(key: HeadKey, layers: list[AttentionLayer]) -> ArgumentError:
     """Return the error for a head that does not exist, with the nearest that does."""
     if isinstance(key.layer, str):

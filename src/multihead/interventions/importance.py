@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from time import perf_counter
@@ -17,7 +17,7 @@ from multihead.interventions.ablate import AblationMethod, Positions, check_posi
 from multihead.interventions.followed import run_followable
 from multihead.interventions.gates import gradients_of_gates
 from multihead.interventions.heads import Head, resolve_heads
-from multihead.interventions.means import HeadMeans, checked_batches
+from multihead.interventions.means import HeadMeans, checked_batches, count_batches
 from multihead.interventions.measures import Measure, harm_of, measure_of
 from multihead.interventions.prepared import prepare
 from multihead.interventions.replacements import GivenOutput, OutputFunction, Replacement
@@ -327,7 +327,7 @@ def importance(
     if method == "gradient" and (not isinstance(by, str) or by == "resample"):
         raise ArgumentError('method="gradient" estimates the effect by "zero" or "mean".', "Give one of them as by=.")
     one_by_one = isinstance(replacement, GivenOutput) and not isinstance(replacement.by, Tensor)
-    run = _Run(len(batches) if isinstance(batches, Sequence) else 1 if isinstance(batches, (Tensor, Mapping)) else None)
+    run = _Run(count_batches(batches))
     with run_followable(root), torch.set_grad_enabled(method == "gradient"):
         for index, batch in enumerate(checked_batches(root, batches)):
             found: Iterable[tuple[SweptLayer, Tensor]]
@@ -369,7 +369,7 @@ class _Run:
         if self.layers and [each.name for each in layers] != [each.name for each in self.layers]:
             raise ArgumentError("Two batches ran other layers of the model.", "Give batches of one kind.")
         self.layers, self.replayed, self._done = layers, self.replayed and replayed, []
-        self.baselines.append(baseline.cpu().double())
+        self.baselines.append(baseline)
         for layer in layers:
             nothing = torch.full((len(baseline), layer.num_heads), torch.nan, dtype=torch.float64)
             self.effects.setdefault(layer.name, []).append(nothing)

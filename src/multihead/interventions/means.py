@@ -7,7 +7,7 @@ over texts has two vectors per head, one of the first tokens and one of all othe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -190,6 +190,11 @@ def checked_batches(model: nn.Module, batches: Any) -> Iterator[Any]:
         raise ArgumentError("There are no batches.", "Give an iterable of the model's inputs.")
 
 
+def count_batches(batches: object) -> int | None:
+    """Return how many batches `checked_batches` yields; None if that is unknown before they are read."""
+    return len(batches) if isinstance(batches, Sequence) else 1 if isinstance(batches, (Tensor, Mapping)) else None
+
+
 def run_batch(model: nn.Module, batch: Any) -> Any:
     """Call a model with a dict of arguments, a tuple of them, or one argument."""
     if isinstance(batch, Mapping):
@@ -202,11 +207,7 @@ def _add_output(sums: HeadMeans, call: FollowedCall, output: Tensor) -> tuple[Te
 
     The sums are (rows, heads, value_dim) float64, one per row as in `HeadMeans`, which has means in their place.
     """
-    if call.has_split_heads:
-        raise ModelError(
-            f"The heads of {call.layer_name} are split over ranks, where their means cannot be computed.",
-            "Run the model on one process.",
-        )
+    call.require_all_heads("their means cannot be computed")
     position, name = call.tokens.position, call.layer_name
     real = position >= 0
     vectors = output.detach().transpose(1, 2)[real].cpu().double()  # (tokens, heads, value_dim)

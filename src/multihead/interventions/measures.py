@@ -53,7 +53,7 @@ class Measure:
         return self.function(output, batch)
 
     def of_texts(self, output: Any, batch: Any, texts: Collection[int]) -> Tensor:
-        """Return the number of each text, (texts,), in the widest numbers; `texts` are the numbers of texts that fit.
+        """Return the number of each text, (texts,) float64 on the CPU; `texts` are the numbers of texts that fit.
 
         Raises:
             ArgumentError: the function returned something else, or numbers that are not finite.
@@ -74,7 +74,7 @@ class Measure:
                 f"The measure {self.name} is {float(found[first])} for text {first} of a batch.",
                 "Give texts and a measure with finite numbers.",
             )
-        return found
+        return found.cpu().double()
 
 
 def harm_of(effect: float, measure: Measure) -> float:

@@ -373,8 +373,8 @@ def patch(
             kept.check_pairs(prepared.read.tokens, clean_first=forward)
             kept = replace(kept, copies=prepared.copies)
             layers, replayed = prepared.layers, replayed and prepared.replay.is_exact
-            baseline = prepared.baseline.cpu().double()
-            measured[0].append(chosen.of_texts(output, source, (len(baseline),)).cpu().double())
+            baseline = prepared.baseline
+            measured[0].append(chosen.of_texts(output, source, (len(baseline),)))
             measured[1].append(baseline)
             whole = len(batches[0]) * sum(cost_of_layer(layers, each, replayed=replayed) for each in layers)
             for layer in layers:
@@ -435,7 +435,7 @@ def _measured_with_patch(
     """
     at = chosen if position is None else (position,)
     ((_, effects),) = prepared.effects(kept, positions=at, layers=[layer])
-    found = prepared.baseline.cpu().double()[:, None] + effects
+    found = prepared.baseline[:, None] + effects
     return found.where(kept.has_token(layer.name, position)[:, None], torch.nan)
 
 
@@ -457,13 +457,8 @@ class SourceOutputs:
 
     def add(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, None]:
         """Keep the output of a call, (batch, heads, queries, value_dim), which stays as it is."""
-        text, position = (each.flatten() for each in call.tokens)
-        real = (position >= 0).nonzero()[:, 0]
-        text, position = text[real], position[real]
-        sizes = [int(each.max()) + 1 if len(real) else 0 for each in (text, position)]
-        rows = torch.full(sizes, -1, dtype=torch.int64, device=text.device)
-        rows[text, position] = real
-        self.outputs[call.layer_name], self.rows[call.layer_name] = output.transpose(1, 2).flatten(0, 1), rows
+        self.outputs[call.layer_name] = output.transpose(1, 2).flatten(0, 1)
+        self.rows[call.layer_name] = call.tokens.rows()
         return output, None
 
     def replace(self, call: FollowedCall, output: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:

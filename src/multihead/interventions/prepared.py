@@ -14,7 +14,7 @@ from multihead.errors import ArgumentError, ModelError
 from multihead.errors.arguments import join_first
 from multihead.interventions.ablate import Positions
 from multihead.interventions.followed import FollowedCall, follow_calls
-from multihead.interventions.heads import HeadKey
+from multihead.interventions.heads import HeadKey, require_head_of_layer
 from multihead.interventions.means import run_batch
 from multihead.interventions.measures import Measure
 from multihead.interventions.replacements import Replacement, ResampledOutput
@@ -33,7 +33,7 @@ class PreparedBatch:
         replay: the outputs of the blocks, of all copies of the batch.
         copies: number of copies in each forward pass.
         layers: the layers that ran, with the heads that are switched off.
-        baseline: (texts,), the measure with all heads on, on the path and in the batch shape of the heads.
+        baseline: (texts,) float64, the measure with all heads on, on the path and in the batch shape of the heads.
         read: all layers that ran on one copy.
     """
 
@@ -65,10 +65,10 @@ class PreparedBatch:
             replacement=replacement,
             positions=positions,
         ):
-            yield swept.layer, (swept.result_per_head.cpu().double() - self.baseline.cpu().double()).T
+            yield swept.layer, (swept.result_per_head - self.baseline).T
 
     def _measure(self, output: Any, copies: int) -> Tensor:
-        """Return the measure of the texts of each copy, (copies, texts)."""
+        """Return the measure of the texts of each copy, (copies, texts) float64."""
         parts = (_part_of(output, index, copies) for index in range(copies))
         return torch.stack([self.measure.of_texts(part, self.batch, (len(self.baseline),)) for part in parts])
 
@@ -87,15 +87,11 @@ class ReadLayers:
 
     def add(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, None]:
         """Add the layer of a call; the output stays as it is."""
-        if call.has_split_heads:
-            raise ModelError(
-                f"The heads of {call.layer_name} are split over ranks, where heads cannot be switched off.",
-                "Run the model on one process.",
-            )
+        call.require_all_heads("heads cannot be switched off")
         try:
             text, position = call.tokens
             self.tokens[call.layer_name] = text[position >= 0].bincount().tolist()
-            texts = int(text.max()) + 1 if text.numel() else 0
+            texts = call.tokens.num_texts
         except ModelError:  # which token belongs to which text is unknown
             texts = None
         heads = call.request.shape.num_heads
@@ -120,12 +116,7 @@ class ReadLayers:
             if layer is None:
                 ran = join_first([f"L{each.number} {each.name}" for each in layers], 4) or "none"
                 raise ModelError(f"{key} was never reached. The layers that ran are {ran}.", "Give some of them.")
-            if key.head is not None and key.head >= layer.num_heads:
-                raise ArgumentError(
-                    f"{layer.name}, which ran as L{layer.number}, has heads H0 to H{layer.num_heads - 1}, and no "
-                    f"H{key.head}.",
-                    f"The nearest is L{layer.number} H{layer.num_heads - 1}.",
-                )
+            require_head_of_layer(layer.number, layer.name, layer.num_heads, key.head or 0)
             chosen[layer.name] |= {*range(layer.num_heads)} if key.head is None else {key.head}
         return [replace(layer, heads=sorted(chosen[layer.name])) for layer in layers]
 

@@ -92,12 +92,8 @@ class ResampledOutput:
 
     def replace(self, call: FollowedCall, output: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         """Replace the output of heads by that of another text, see `Replacement.replace`."""
-        own = output.index_select(1, heads)
-        text, position = (each.flatten() for each in call.tokens)
-        real = (position >= 0).nonzero()[:, 0]
-        text, position = text[real], position[real]
-        lengths = text.bincount()
-        texts = len(lengths) // self.copies
+        own, rows = output.index_select(1, heads), call.tokens.rows()
+        lengths, texts = (rows >= 0).sum(1), len(rows) // self.copies
         if texts < 2:
             raise ArgumentError(
                 'by="resample" takes the output of another text, and the batch has one.', "Give several texts."
@@ -108,18 +104,15 @@ class ResampledOutput:
                 f"{int(lengths.max())} tokens.",
                 "Cut the texts to one length.",
             )
-        if int(position.max()) >= int(lengths[0]):
+        if rows.shape[1] > int(lengths[0]):
             raise ArgumentError(
                 'by="resample" needs whole texts, and this call continues texts with a cache.',
                 'Run the model on whole texts, or use by="mean".',
             )
         copy = torch.arange(self.copies)[:, None] * texts
-        other = (_choose_other_texts(texts, self.seed) + copy).flatten().to(text.device)
-        # The index of each token in the flattened (batch * queries), by text and position.
-        table = torch.empty(len(lengths), int(lengths[0]), dtype=torch.int64, device=text.device)
-        table[text, position] = real
-        source = torch.arange(own.shape[0] * own.shape[2], device=text.device)
-        source[real] = table[other[text], position]
+        other = (_choose_other_texts(texts, self.seed) + copy).flatten().to(rows.device)
+        source = torch.arange(own.shape[0] * own.shape[2], device=rows.device)
+        source[rows] = rows[other]
         flat = own.transpose(1, 2).flatten(0, 1).index_select(0, source)  # (batch * queries, heads, value_dim)
         new = flat.unflatten(0, (own.shape[0], own.shape[2])).transpose(1, 2)
         return new, torch.full_like(factors, torch.nan)
@@ -149,6 +142,11 @@ class MixedOutput:
         own, scales = ScaledOutput().replace(call, output, heads, factors)
         new, _ = self.other.replace(call, output, heads, factors)
         return own + (1 - factors[..., None]) * new, scales.where(scales == 1, torch.nan)
+
+
+def gated(rule: Replacement) -> Replacement:
+    """Return the rule whose factors are gates: 1 is the head's own output, and 0 what another rule replaces it by."""
+    return rule if isinstance(rule, ScaledOutput) else MixedOutput(rule)
 
 
 @dataclass(frozen=True, eq=False)

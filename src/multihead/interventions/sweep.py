@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from multihead.interventions.ablate import Intervention, Positions
 from multihead.interventions.heads import HeadKey
-from multihead.interventions.replacements import MixedOutput, Replacement, ScaledOutput
+from multihead.interventions.replacements import Replacement, ScaledOutput, gated
 from multihead.interventions.replay import Replay, repeat_batch
 from multihead.tensors.undo import Undo
 
@@ -139,5 +139,5 @@ def _one_off_per_copy(
     assert layer.texts is not None
     on = torch.ones(copies, layer.num_heads)
     on[range(len(heads)), list(heads)] = 0
-    mixed = replacement if isinstance(replacement, ScaledOutput) else MixedOutput(replacement)
-    return Intervention(model, {HeadKey(layer.name, None): on.repeat_interleave(layer.texts, 0)}, mixed, positions)
+    gates = {HeadKey(layer.name, None): on.repeat_interleave(layer.texts, 0)}
+    return Intervention(model, gates, gated(replacement), positions)

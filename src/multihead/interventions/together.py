@@ -17,7 +17,7 @@ from multihead.interventions.ablate import Intervention
 from multihead.interventions.followed import run_followable
 from multihead.interventions.heads import HeadKey
 from multihead.interventions.importance import Importance, ImportantHead, Method
-from multihead.interventions.means import checked_batches, run_batch
+from multihead.interventions.means import checked_batches, count_batches, run_batch
 from multihead.interventions.measures import Measure, harm_of
 from multihead.interventions.sweep import SweptLayer
 from multihead.locale.texts import text, unit_label
@@ -252,7 +252,7 @@ def off_together(
     layers = [layer for layer in importance.layers if layer.name in chosen]
     generator = torch.Generator().manual_seed(seed)
     drawn = [_draw(layers, chosen, generator) for _ in range(draws)]
-    total = len(batches) if isinstance(batches, Sequence) else None
+    total = count_batches(batches)
     effects: list[Tensor] = []  # (sets, texts that did not choose) of each batch
     read = 0  # texts of earlier batches
     with run_followable(root), torch.no_grad():
@@ -337,7 +337,7 @@ def _draw(
 
 def _measured(model: nn.Module, batch: Any, measure: Measure, texts: Sequence[int]) -> Tensor:
     """Return the measure of the texts of a batch, (texts,) float64 on the CPU."""
-    return measure.of_texts(run_batch(model, batch), batch, texts).cpu().double()
+    return measure.of_texts(run_batch(model, batch), batch, texts)
 
 
 def _measured_without(

@@ -27,6 +27,21 @@ class QueryTokens(NamedTuple):
     text_index: Tensor
     position: Tensor
 
+    @property
+    def num_texts(self) -> int:
+        """Number of texts."""
+        return int(self.text_index.max()) + 1 if self.text_index.numel() else 0
+
+    def rows(self) -> Tensor:
+        """Return the index of each token in the flattened (batch * queries): (texts, tokens) int64, -1 for none."""
+        text, position = (each.flatten() for each in self)
+        real = (position >= 0).nonzero()[:, 0]
+        text, position = text[real], position[real]
+        sizes = [int(each.max()) + 1 if len(real) else 0 for each in (text, position)]
+        rows = torch.full(sizes, -1, dtype=torch.int64, device=text.device)
+        rows[text, position] = real
+        return rows
+
 
 class _ModuleCall(NamedTuple):
     """An attention call of a module.
