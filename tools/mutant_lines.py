@@ -351,7 +351,7 @@ MUTANTS = (
            "on[range(len(heads)), list(heads)] = 0", "on[range(len(heads)), list(heads)[::-1]] = 0",
            ("tests/interventions/test_replay.py", "-k", "equals_a_run and llama-True-3")),
     Mutant("heads tried", "another text is one of another copy", "interventions/replacements.py",
-           "texts = len(lengths) // self.copies", "texts = len(lengths)",
+           "len(rows) // self.copies", "len(rows)",
            ("tests/interventions/test_importance.py", "-k", "llama-none-resample")),
     Mutant("heads tried", "a page lists the heads without which a measure is best", "viewer/importance.py",
            'shown.better == "more"', 'shown.better == "less"',
