@@ -378,7 +378,7 @@ MUTANTS = (
            "layer.number <= first or", "layer.number < first or",
            ("tests/viewer/test_trial.py", "-k", "observed_runs")),
     Mutant("heads tried", "an estimate has the wrong sign", "viewer/trial.py",
-           "-gates.gradients[layer.name][0]", "gates.gradients[layer.name][0]",
+           "-gates.gradients[layer.name] for layer", "gates.gradients[layer.name] for layer",
            ("tests/viewer/test_trial.py", "-k", "estimates_before")),
     Mutant("heads tried", "padding is part of a sentence", "viewer/trial.py",
            "(states * mask).sum(1)", "states.sum(1)",

@@ -584,7 +584,7 @@ interface SweepOfLayer {
   total: number;
 }
 
-/** The effect of each head as a gradient estimates it, before a sweep; None where there is no gradient. */
+/** The effect of each head as gradients estimate it, before a sweep; None where there is no gradient. */
 interface SweepEstimates {
   effects: (number | null)[] | null;
   seconds: number;
@@ -593,7 +593,6 @@ interface SweepEstimates {
 /** The last line of a sweep. */
 interface SweepEnd {
   seconds: number;
-  floor_seconds: number;
   peak_mib: number | null;
 }
 

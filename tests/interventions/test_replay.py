@@ -116,15 +116,14 @@ def test_a_sweep_equals_a_run_per_head(name: str, replays: bool, copies: int, mo
         return outputs(model, given).unflatten(0, (copies, -1)).flatten(1)
 
     found = list(sweep_layers(replay, inputs, swept(seen), measure, copies=copies))
-    assert [each.layer.number for each in found] == [layer.number for layer in seen.layers]
-    for layer, each in zip(seen.layers, found, strict=True):
-        assert len(each.result_per_head) == layer.num_heads
-        assert each.seconds >= each.seconds_after_layer > 0
+    assert [each.number for each, _ in found] == [layer.number for layer in seen.layers]
+    for layer, (_, results) in zip(seen.layers, found, strict=True):
+        assert len(results) == layer.num_heads
         for head in range(layer.num_heads):
             with torch.no_grad(), mh.ablate(model, (layer.number, head)):
                 one = outputs(model, inputs)
             assert not torch.equal(one, before)
-            torch.testing.assert_close(each.result_per_head[head], one.flatten(), rtol=0, atol=1e-12)
+            torch.testing.assert_close(results[head], one.flatten(), rtol=0, atol=1e-12)
 
 
 def test_the_losses_of_a_sweep_are_those_of_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,12 +136,12 @@ def test_the_losses_of_a_sweep_are_those_of_cross_entropy(monkeypatch: pytest.Mo
     def measure(given: Any, copies: int) -> Tensor:
         return token_losses(outputs(model, given), given["input_ids"]).mean(1, keepdim=True)
 
-    (first, *_) = sweep_layers(replay, inputs, swept(seen, texts=1), measure, copies=4)
+    ((_, first), *_) = sweep_layers(replay, inputs, swept(seen, texts=1), measure, copies=4)
     for head in range(seen.layers[0].num_heads):
         with torch.no_grad(), mh.ablate(model, (0, head)):
             logits = outputs(model, inputs)[0, :-1]
         loss = nn.functional.cross_entropy(logits, inputs["input_ids"][0, 1:])
-        torch.testing.assert_close(first.result_per_head[head, 0], loss, rtol=0, atol=1e-12)
+        torch.testing.assert_close(first[head, 0], loss, rtol=0, atol=1e-12)
 
 
 def test_a_layer_that_does_not_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

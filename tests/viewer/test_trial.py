@@ -20,6 +20,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 import multihead as mh
 from multihead.errors import InputError, ModelError
 from multihead.models.loading import LoadedModel, describe
+from multihead.probes.blocks import CancelledError
 from multihead.tensors.threads import set_torch_threads
 from multihead.viewer import trial as trials
 from multihead.viewer.trial import Trial, load_for_trial, open_trial
@@ -185,7 +186,7 @@ class TestALanguageModel:
                 assert each["effects"][head] == pytest.approx(float(effect), abs=1e-5)
                 rise = np.mean(losses_of(trial, TEXT, after)) - np.mean(losses_of(trial, TEXT, before))
                 assert each["losses"][head] == pytest.approx(rise, abs=1e-5)
-        assert 0 < last["floor_seconds"] <= last["seconds"]
+        assert last["seconds"] > 0
 
     def test_the_estimates_before_a_sweep_are_those_of_importance(self, language: tuple[Trial, Served]) -> None:
         trial, served = language
@@ -322,6 +323,15 @@ class TestALanguageModel:
             hook.remove()
         assert ran == [0]
 
+    def test_a_text_whose_check_was_stopped_is_not_kept(
+        self, language: tuple[Trial, Served], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gone = threading.Event()
+        monkeypatch.setattr(trials.Replay, "check_exactness", lambda *_: gone.set())
+        with pytest.raises(CancelledError):
+            language[0].read_text("nobody saw it", gone.is_set)
+        assert "nobody saw it" not in language[0]._runs
+
     def test_a_model_that_cannot_be_replayed_runs_whole_and_says_so(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -357,12 +367,27 @@ class TestAnEncoder:
             after = similarities()
         for found, expected in ((read["similarity"], before), (changed["similarity"], after)):
             np.testing.assert_allclose(found, expected, atol=1e-5)
-        assert json.loads(ask(served, "estimates", text=SENTENCES).body)["effects"] is None
         *swept, _ = lines(ask(served, "sweep", text=SENTENCES))
         change = np.array(after) - np.array(before)
         largest = change.flat[np.abs(change).argmax()]
         assert swept[1]["effects"][2] == pytest.approx(largest, abs=1e-5)
         assert swept[1]["losses"] is None
+
+    def test_the_estimates_are_gradients_of_the_similarities(self, encoder: tuple[Trial, Served]) -> None:
+        trial, served = encoder
+        found = json.loads(ask(served, "estimates", text=SENTENCES).body)["effects"]
+        model: Any = trial.loaded.model
+        factors = [torch.ones(4, requires_grad=True) for _ in range(3)]
+        vectors = []
+        with mh.scale_heads(model, {f"L{layer}": each for layer, each in enumerate(factors)}):
+            for sentence in SENTENCES.split("\n"):
+                inputs = trial.loaded.tokenizer(sentence, return_tensors="pt")
+                vectors.append(model(inputs.input_ids, inputs.attention_mask).last_hidden_state[0].mean(0))
+        pairs = [cosine_similarity(vectors[a], vectors[b], dim=0) for a, b in ((0, 1), (0, 2), (1, 2))]
+        changes = -torch.stack([torch.cat(torch.autograd.grad(each, factors, retain_graph=True)) for each in pairs])
+        largest = changes.gather(0, changes.abs().argmax(0, keepdim=True))[0]  # (heads,)
+        assert found == pytest.approx(largest.tolist(), abs=1e-6)
+        assert max(map(abs, found)) > 1e-4
 
     def test_maps_are_those_of_the_sentence(self, encoder: tuple[Trial, Served]) -> None:
         found = [

@@ -12,7 +12,7 @@ from multihead.errors import ArgumentError
 from multihead.interventions.ablate import Positions, chosen_queries
 from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.interventions.means import run_batch
-from multihead.interventions.measures import Measure
+from multihead.interventions.measures import Measure, SeveralMeasures
 from multihead.interventions.prepared import ReadLayers, numbers_of_texts
 from multihead.interventions.replacements import Replacement, gated
 from multihead.tensors.undo import Undo
@@ -24,8 +24,9 @@ class GradientsOfGates:
 
     Attributes:
         layers: the layers that ran.
-        baseline: (texts,) float64, the measure; all gates are 1.
-        gradients: name of a layer -> (texts, heads), the gradient of each text's measure for its gates.
+        baseline: (texts,) or (texts, numbers) float64, the measure; all gates are 1.
+        gradients: name of a layer -> (texts, heads) or (texts, heads, numbers), the gradient of the measure, summed
+            over texts, for the gates of each text.
     """
 
     layers: ReadLayers
@@ -60,14 +61,18 @@ class _Gates:
 
 
 def gradients_of_gates(
-    model: nn.Module, batch: Any, measure: Measure, replacement: Replacement, positions: Positions
+    model: nn.Module,
+    batch: Any,
+    measure: Measure | SeveralMeasures,
+    replacement: Replacement,
+    positions: Positions,
 ) -> GradientsOfGates:
     """Run a model forward and backward on a batch with a gate of 1 on every head of every text.
 
     Args:
         model: the model.
         batch: what it is called with.
-        measure: the number of each text.
+        measure: the number of each text, or several: a backward pass each.
         replacement: what a head writes where its gate is 0.
         positions: the tokens with gates, see `ablate`.
 
@@ -86,5 +91,12 @@ def gradients_of_gates(
                 f"The measure {measure.name} has no gradient for the outputs of heads, as with quantised weights.",
                 'Give method="exact", or a measure and weights through which gradients pass.',
             )
-        found = torch.autograd.grad(values.sum(), leaves, allow_unused=True, materialize_grads=True)
+        sums = values.sum(0).reshape(-1)
+        rows = [
+            torch.autograd.grad(
+                each, leaves, retain_graph=index + 1 < len(sums), allow_unused=True, materialize_grads=True
+            )
+            for index, each in enumerate(sums)
+        ]
+    found = [torch.stack(each, -1) if values.dim() > 1 else each[0] for each in zip(*rows, strict=True)]
     return GradientsOfGates(gates.layers, values.detach(), dict(zip(gates.of_layers, found, strict=True)))

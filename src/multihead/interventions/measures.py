@@ -77,6 +77,23 @@ class Measure:
         return found.cpu().double()
 
 
+@dataclass(frozen=True)
+class SeveralMeasures:
+    """Several numbers per text of a model's output, which are measured in the same runs.
+
+    Attributes:
+        function: f(output, batch) -> (texts, numbers).
+        name: what they are, for errors.
+    """
+
+    function: Callable[[Any, Any], Tensor]
+    name: str
+
+    def of_texts(self, output: Any, batch: Any, texts: Collection[int]) -> Tensor:
+        """Return the numbers of each text, (texts, numbers) float64 on the CPU."""
+        return self.function(output, batch).cpu().double()
+
+
 def harm_of(effect: float, measure: Measure) -> float:
     """Return how much worse an effect makes a measure; of a measure without a direction the size of the effect."""
     return abs(effect) if measure.more_is_better is None else -effect if measure.more_is_better else effect

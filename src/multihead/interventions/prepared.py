@@ -16,7 +16,7 @@ from multihead.interventions.ablate import Positions
 from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.interventions.heads import HeadKey, require_head_of_layer
 from multihead.interventions.means import run_batch
-from multihead.interventions.measures import Measure
+from multihead.interventions.measures import Measure, SeveralMeasures
 from multihead.interventions.replacements import Replacement, ResampledOutput
 from multihead.interventions.replay import Replay, repeat_batch
 from multihead.interventions.sweep import SweptLayer, copies_per_pass, sweep_layers
@@ -29,17 +29,18 @@ class PreparedBatch:
     Attributes:
         model: the model.
         batch: what it is called with.
-        measure: the number of each text.
+        measure: the number of each text, or several.
         replay: the outputs of the blocks, of all copies of the batch.
         copies: number of copies in each forward pass.
         layers: the layers that ran, with the heads that are switched off.
-        baseline: (texts,) float64, the measure with all heads on, on the path and in the batch shape of the heads.
+        baseline: (texts,) or (texts, numbers) float64, the measure with all heads on, on the path and in the batch
+            shape of the heads.
         read: all layers that ran on one copy.
     """
 
     model: nn.Module
     batch: Any
-    measure: Measure
+    measure: Measure | SeveralMeasures
     replay: Replay
     copies: int
     layers: list[SweptLayer]
@@ -49,13 +50,14 @@ class PreparedBatch:
     def effects(
         self, replacement: Replacement, *, positions: Positions = None, layers: Sequence[SweptLayer] | None = None
     ) -> Iterator[tuple[SweptLayer, Tensor]]:
-        """Switch off each head once; yield layer by layer the measure without each minus `baseline`, (texts, heads).
+        """Switch off each head once; yield layer by layer the measure without each minus `baseline`.
 
+        Of several numbers these are (texts, heads, numbers), else (texts, heads).
         Layers of which no head is switched off are left out; by default all layers are swept.
         """
         if isinstance(replacement, ResampledOutput):
             replacement = replace(replacement, copies=self.copies)
-        for swept in sweep_layers(
+        for layer, results in sweep_layers(
             self.replay,
             self.batch,
             [layer for layer in (self.layers if layers is None else layers) if layer.heads],
@@ -65,10 +67,10 @@ class PreparedBatch:
             replacement=replacement,
             positions=positions,
         ):
-            yield swept.layer, (swept.result_per_head - self.baseline).T
+            yield layer, (results - self.baseline).transpose(0, 1)
 
     def _measure(self, output: Any, copies: int) -> Tensor:
-        """Return the measure of the texts of each copy, (copies, texts) float64."""
+        """Return the measure of the texts of each copy, (copies, texts, ...) float64."""
         parts = (_part_of(output, index, copies) for index in range(copies))
         return torch.stack([self.measure.of_texts(part, self.batch, (len(self.baseline),)) for part in parts])
 
@@ -124,7 +126,7 @@ class ReadLayers:
 def prepare(
     model: nn.Module,
     batch: Any,
-    measure: Measure,
+    measure: Measure | SeveralMeasures,
     *,
     keys: Sequence[HeadKey] | None = None,
     one_by_one: bool = False,
@@ -134,7 +136,7 @@ def prepare(
     Args:
         model: the model.
         batch: what it is called with.
-        measure: the number of each text.
+        measure: the number of each text, or several.
         keys: the heads that are switched off; None for all.
         one_by_one: whether each head needs a forward pass of its own.
 

@@ -6,9 +6,8 @@ layer are not run again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ from multihead.interventions.ablate import Intervention, Positions
 from multihead.interventions.heads import HeadKey
 from multihead.interventions.replacements import Replacement, ScaledOutput, gated
 from multihead.interventions.replay import Replay, repeat_batch
-from multihead.tensors.undo import Undo
 
-BatchInputs = Mapping[str, Tensor]
 _MAX_BYTES = 1 << 29  # of what all copies of a batch need in one forward pass: 512 MiB
 
 
@@ -42,23 +39,6 @@ class SweptLayer:
     num_heads: int
     heads: Sequence[int]
     texts: int | None
-
-
-@dataclass(frozen=True)
-class LayerSweep:
-    """The results of a sweep over the heads of one layer, of which each was switched off once.
-
-    Attributes:
-        layer: the layer.
-        result_per_head: (heads that were switched off, ...), the result of `measure` without each.
-        seconds: time of all forward passes of the layer's sweep.
-        seconds_after_layer: the part of `seconds` after the attention of the layer, which every sweep takes.
-    """
-
-    layer: SweptLayer
-    result_per_head: Tensor
-    seconds: float
-    seconds_after_layer: float
 
 
 def cost_of_layer(layers: Sequence[SweptLayer], layer: SweptLayer, *, replayed: bool) -> float:
@@ -85,8 +65,8 @@ def sweep_layers(
     stored_copies: int = 1,
     replacement: Replacement | None = None,
     positions: Positions = None,
-) -> Iterator[LayerSweep]:
-    """Switch off each head of some layers once, and yield what is measured without it, layer by layer.
+) -> Iterator[tuple[SweptLayer, Tensor]]:
+    """Switch off each head of some layers once; yield layer by layer what is measured without each, (heads, ...).
 
     Args:
         replay: the stored blocks of the model.
@@ -102,27 +82,18 @@ def sweep_layers(
     Raises:
         ModelError: a layer was not reached.
     """
-    modules = dict(replay.model.named_modules())
     for layer in layers:
-        name, _, call = layer.name.partition("#")
-        attention = modules.get(name, replay.model)
         first = replay.block_of(layer.name) if replay.is_exact else 0
         found: list[Tensor] = []
-        seconds = floor = 0.0
         for place in range(0, len(layer.heads), copies):
-            begun, ended_calls = perf_counter(), list[float]()
             chosen = layer.heads[place : place + copies]
             with (
                 torch.no_grad(),
-                Undo() as undo,
                 _one_off_per_copy(replay.model, layer, chosen, copies, replacement or ScaledOutput(), positions),
                 replay.start_at_block(first, copies // stored_copies),
             ):
-                undo.hook_after_forward(attention, lambda *_: ended_calls.append(perf_counter()))  # noqa: B023
                 found.append(measure(repeat_batch(batch, copies), copies)[: len(chosen)])
-            ended = perf_counter()
-            seconds, floor = seconds + ended - begun, floor + ended - ended_calls[int(call or 1) - 1]
-        yield LayerSweep(layer, torch.cat(found), seconds, floor)
+        yield layer, torch.cat(found)
 
 
 def _one_off_per_copy(

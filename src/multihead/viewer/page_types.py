@@ -434,7 +434,7 @@ class SweepOfLayer(SweepEffects):
 
 
 class SweepEstimates(TypedDict):
-    """The effect of each head as a gradient estimates it, before a sweep; None where there is no gradient."""
+    """The effect of each head as gradients estimate it, before a sweep; None where there is no gradient."""
 
     effects: Numbers | None
     seconds: float
@@ -444,7 +444,6 @@ class SweepEnd(TypedDict):
     """The last line of a sweep."""
 
     seconds: float
-    floor_seconds: float
     peak_mib: int | None
 
 

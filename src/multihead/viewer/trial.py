@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +27,11 @@ from torch.nn.utils.rnn import pad_sequence
 from multihead.errors import ArgumentError, InputError, ModelError
 from multihead.interventions.ablate import scale_heads
 from multihead.interventions.gates import gradients_of_gates
-from multihead.interventions.measures import Measure
+from multihead.interventions.measures import SeveralMeasures
 from multihead.interventions.predictions import kl_divergence, likeliest_tokens, token_losses
+from multihead.interventions.prepared import prepare
 from multihead.interventions.replacements import ScaledOutput
 from multihead.interventions.replay import Replay
-from multihead.interventions.sweep import BatchInputs, SweptLayer, copies_per_pass, sweep_layers
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text as locale
 from multihead.models.loading import EncodedText, LoadedModel, ModelDescription, encode, family_head, load
@@ -195,6 +195,7 @@ class Trial:
             if replay.check_exactness(lambda: self._predict(batch), before):
                 # runs from the middle and from the last block take about the mean time over all heads
                 seconds = perf_counter() - begun
+        raise_if_cancelled(is_cancelled)  # a check that was stopped found nothing
         run = TextRun(self.loaded, text, rows, batch, record, before, replay, seconds, ({}, record))
         self._runs[text] = run
         while len(self._runs) > _MAX_STORED_RUNS:
@@ -324,48 +325,36 @@ class Trial:
             raise ArgumentError(f"There is no token {token}.", f"Give one from 0 to {num_tokens - 1}.")
 
     def estimate_effects(self, run: TextRun, token: int | None, is_cancelled: IsCancelled) -> SweepEstimates:
-        """Estimate the effect of each head on a token by one gradient, before a sweep measures it.
+        """Estimate the effect of each head by gradients, before a sweep measures it.
 
         Returns:
-            the estimates, first-order ones as of `mh.importance`, head after head; None where the task or the weights
-            of the model have no gradient.
+            the estimates, first-order ones as of `mh.importance`, head after head; None where the weights of the model
+            have no gradient.
         """
         begun = perf_counter()
         self.check_token(run, token)
-        measure = self.task.differentiable_measure(run, token)
-        found: list[Tensor] = []
-        if measure is not None:
-            with suppress(ArgumentError), self._run_until_cancelled(run.replay, is_cancelled):
-                batch = {**run.batch, "use_cache": False}
-                gates = gradients_of_gates(self.loaded.model, batch, measure, ScaledOutput(), None)
-                found = [-gates.gradients[layer.name][0] for layer in run.record.layers]
-        return {
-            "effects": round_all_for_json(torch.cat(found).double()) if found else None,
-            "seconds": perf_counter() - begun,
-        }
+        measure = self.task.measure(run, token, estimated=True)
+        found: Numbers | None = None
+        with suppress(ArgumentError), self._run_until_cancelled(run.replay, is_cancelled):
+            batch = {**run.batch, **self.task.options}
+            gates = gradients_of_gates(self.loaded.model, batch, measure, ScaledOutput(), None)
+            changes = torch.cat([-gates.gradients[layer.name] for layer in run.record.layers], 1)
+            found = self.task.describe_effects(self.task.changes_of_all_texts(changes.double()))["effects"]
+        return {"effects": found, "seconds": perf_counter() - begun}
 
     def sweep(self, run: TextRun, token: int | None, is_cancelled: IsCancelled) -> Iterator[SweepOfLayer | SweepEnd]:
         """Switch off each head once: yield one item per layer, and at the end the time in seconds."""
-        rows = len(next(iter(run.batch.values())))
-        layers = [
-            SweptLayer(each.number, each.name, each.num_heads, range(each.num_heads), rows)
-            for each in run.record.layers
-        ]
-        seconds = floor = 0.0
-        copies = copies_per_pass(layers, run.predictions_before.nbytes)
-
-        def measure(batch: BatchInputs, num_copies: int) -> Tensor:
-            return self.task.measure_effects(run, self._predict(batch), num_copies, token)
-
-        found = sweep_layers(run.replay, run.batch, layers, measure, copies=copies)
-        for done in range(1, len(layers) + 1):
+        begun, batch = perf_counter(), {**run.batch, **self.task.options}
+        with self._run_until_cancelled(run.replay, is_cancelled):
+            prepared = prepare(self.loaded.model, batch, self.task.measure(run, token))
+        found = prepared.effects(ScaledOutput())
+        for done in range(1, len(prepared.layers) + 1):
             with self._run_until_cancelled(run.replay, is_cancelled):
-                one = next(found)
-            seconds, floor = seconds + one.seconds, floor + one.seconds_after_layer
-            effects = self.task.describe_sweep(run, one.result_per_head)
-            yield {**effects, "layer": one.layer.number, "done": done, "total": len(layers)}
+                layer, changes = next(found)
+            effects = self.task.describe_effects(changes)
+            yield {**effects, "layer": layer.number, "done": done, "total": len(prepared.layers)}
         peak = peak_memory_of_process()
-        yield {"seconds": seconds, "floor_seconds": floor, "peak_mib": None if peak is None else peak >> 20}
+        yield {"seconds": perf_counter() - begun, "peak_mib": None if peak is None else peak >> 20}
 
     def continue_text(
         self, run: TextRun, factors: HeadFactors, write: Callable[[str, list[str]], None], is_cancelled: IsCancelled
@@ -408,8 +397,9 @@ class Trial:
             model.generate(**run.batch, do_sample=False, num_beams=1, max_new_tokens=most, streamer=streamer)
         return streamer.tokens
 
-    def _predict(self, batch: BatchInputs) -> Tensor:
-        return self.task.predict(self.loaded.model, batch)
+    def _predict(self, batch: Mapping[str, Tensor]) -> Tensor:
+        model: Any = self.loaded.model
+        return self.task.predictions_in(model(**batch, **self.task.options), batch)
 
     def _scaled_heads(self, run: TextRun, factors: HeadFactors) -> Any:
         """Return the context in which heads are changed, named by module, because a replay may leave blocks out."""
@@ -466,9 +456,11 @@ class _NextTokenPredictions:
     Attributes:
         kind: kind of model: "language" or "encoder".
         default_text: the text that the page shows first by default.
+        options: further arguments of the model.
     """
 
     kind: Literal["language", "encoder"] = "language"
+    options: ClassVar[Mapping[str, bool]] = {"use_cache": False}
     default_text = (
         "Dr. Imogen Vassilakis found the key under the door. Nobody had seen it before. The next morning Dr. Imogen"
     )
@@ -484,9 +476,9 @@ class _NextTokenPredictions:
             raise InputError("The text has 1 token, and the first token is not predicted.", "Give a longer text.")
         return [encoded]
 
-    def predict(self, model: Any, batch: BatchInputs) -> Tensor:
-        """Run a model on a batch, and return the predictions to compare: the logits, (batch, tokens, vocabulary)."""
-        logits: Tensor = model(**batch, use_cache=False).logits
+    def predictions_in(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the predictions to compare in the output for a batch: the logits, (batch, tokens, vocabulary)."""
+        logits: Tensor = output.logits
         return logits
 
     def describe_predictions(self, run: TextRun) -> _Predictions:
@@ -525,44 +517,33 @@ class _NextTokenPredictions:
             "similarity": None,
         }
 
-    def differentiable_measure(self, run: TextRun, token: int | None) -> Measure | None:
-        """Return the measure of which a gradient estimates the effects: ln p of the likeliest token after a token."""
+    def measure(self, run: TextRun, token: int | None, *, estimated: bool = False) -> SeveralMeasures:
+        """Return what each head changes: ln p of the likeliest token after a token, and the mean loss of the text.
+
+        Args:
+            run: the text.
+            token: index of the token; None for the last one.
+            estimated: leave out the loss, because each number takes a backward pass.
+        """
         place = run.predictions_before.shape[1] - 1 if token is None else token
         best = run.predictions_before[0, place].argmax()
 
-        def log_probability(output: Any, _: Any) -> Tensor:
-            row: Tensor = output.logits[:, place].double()
-            return row.log_softmax(-1)[:, best]
+        def numbers(output: Any, batch: Any) -> Tensor:
+            probability = output.logits[:, place].double().log_softmax(-1)[:, best]
+            losses = [] if estimated else [token_losses(output.logits, batch["input_ids"]).mean(1)]
+            return torch.stack([probability, *losses], 1)
 
-        return Measure(log_probability, "log_probability", "nats", more_is_better=True)
+        return SeveralMeasures(numbers, "log_probability")
 
-    def measure_effects(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
-        """Return per copy the change of ln p of the likeliest token, and the loss of each token: (copies, tokens).
+    def changes_of_all_texts(self, changes: Tensor) -> Tensor:
+        """Return the changes with each head off in all texts, of those with it off in one: there is one text."""
+        return changes
 
-        Args:
-            run: the text.
-            predictions: the predictions of all copies of the text, each without another head, (copies * rows, ...).
-            num_copies: number of copies.
-            token: index of the token after which the effect is measured; None for the last one.
-        """
-        place = predictions.shape[1] - 1 if token is None else token
-        row = run.predictions_before[0, place].double()
-        best = row.argmax()
-        change = predictions[:, place].double().log_softmax(-1)[:, best] - row.log_softmax(-1)[best]
-        losses = token_losses(predictions, run.batch["input_ids"].expand(num_copies, -1))
-        return torch.cat([change[:, None], losses], 1).cpu()
-
-    def describe_sweep(self, run: TextRun, measured: Tensor) -> SweepEffects:
-        """Describe the effect of each head of a layer on the chosen token, and on the mean loss of the text.
-
-        Args:
-            run: the text.
-            measured: the results of `measure_effects` for the heads, (heads, tokens).
-        """
-        return {
-            "effects": round_all_for_json(measured[:, 0]),
-            "losses": round_all_for_json(measured[:, 1:].mean(1) - run.losses_before.mean().cpu()),
-        }
+    def describe_effects(self, changes: Tensor) -> SweepEffects:
+        """Describe the effects of some heads on the chosen token and on the mean loss, (texts, heads, numbers)."""
+        first, *others = changes[0].unbind(1)
+        losses = round_all_for_json(others[0]) if others else None
+        return {"effects": round_all_for_json(first), "losses": losses}
 
 
 class _SentenceSimilarities:
@@ -572,6 +553,7 @@ class _SentenceSimilarities:
     """
 
     kind: Literal["language", "encoder"] = "encoder"
+    options: ClassVar[Mapping[str, bool]] = {}
     default_text = "The cat sleeps on the sofa.\nA kitten lies on the couch.\nThe bank raised its interest rate."
     min_sentences = 3
 
@@ -586,9 +568,9 @@ class _SentenceSimilarities:
             )
         return [encode(loaded, line) for line in lines]
 
-    def predict(self, model: Any, batch: BatchInputs) -> Tensor:
+    def predictions_in(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean vector of each sentence, of length 1: (sentences, features)."""
-        states, mask = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
+        states, mask = output.last_hidden_state, batch["attention_mask"][..., None]
         return normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
     def describe_predictions(self, run: TextRun) -> _Predictions:
@@ -609,19 +591,27 @@ class _SentenceSimilarities:
             "similarity": _cosine_similarities(predictions).tolist(),
         }
 
-    def differentiable_measure(self, run: TextRun, token: int | None) -> Measure | None:
-        """Return None: the largest of several changes has no gradient before it is known."""
-        return None
+    def measure(self, run: TextRun, token: int | None, *, estimated: bool = False) -> SeveralMeasures:
+        """Return what each head changes: the similarities of each sentence with all, (sentences, sentences).
 
-    def measure_effects(self, run: TextRun, predictions: Tensor, num_copies: int, token: int | None) -> Tensor:
-        """Return per copy the largest change of a similarity, with its sign: (copies, 1)."""
-        before = _cosine_similarities(run.predictions_before)
-        flat = (_cosine_similarities(predictions.unflatten(0, (num_copies, -1))) - before).flatten(1)
-        return flat.gather(1, flat.abs().argmax(1, keepdim=True)).cpu()
+        The gradient of a row is for the vector of its sentence alone, and leaves out that of the other sentence.
+        """
 
-    def describe_sweep(self, run: TextRun, measured: Tensor) -> SweepEffects:
-        """Describe the largest change of a similarity without each head of a layer."""
-        return {"effects": round_all_for_json(measured[:, 0]), "losses": None}
+        def similarities(output: Any, batch: Any) -> Tensor:
+            vectors = self.predictions_in(output, batch).double()
+            return vectors @ vectors.detach().mT
+
+        return SeveralMeasures(similarities, "similarity")
+
+    def changes_of_all_texts(self, changes: Tensor) -> Tensor:
+        """Return the changes with each head off in all sentences, of those with it off in one: both of a pair count."""
+        return changes + changes.transpose(0, 2)
+
+    def describe_effects(self, changes: Tensor) -> SweepEffects:
+        """Describe the largest change of a similarity by each of some heads, (sentences, heads, sentences)."""
+        flat = changes.transpose(0, 1).flatten(1)
+        largest = flat.gather(1, flat.abs().argmax(1, keepdim=True))[:, 0]
+        return {"effects": round_all_for_json(largest), "losses": None}
 
 
 class _TokenWriter:

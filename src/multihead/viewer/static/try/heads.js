@@ -159,7 +159,7 @@ export function paintGrid() {
 }
 
 const nameOfEffect = i =>
-  estimatedHeads.has(i) ? 'its estimate' : answers.model.kind === 'encoder' ? 'its effect on similarity' : 'its effect';
+  `its ${estimatedHeads.has(i) ? 'estimate' : 'effect'}${answers.model.kind === 'encoder' ? ' on similarity' : ''}`;
 function described(i) {
   const { record } = answers;
   const factor = factorOf(record.heads[i]);

@@ -41,18 +41,14 @@ function largestEffects() {
 }
 
 // How long the sweep took, and the peak memory of the process where the operating system reports it.
-function summary(/** @type {SweepEnd} */ { seconds, floor_seconds, peak_mib }, /** @type {number} */ heads) {
-  const took = translate('sweep took', {
-    n: formatCount(heads),
-    seconds: seconds.toFixed(1),
-    floor: floor_seconds.toFixed(1),
-  });
+function summary(/** @type {SweepEnd} */ { seconds, peak_mib }, /** @type {number} */ heads) {
+  const took = translate('sweep took', { n: formatCount(heads), seconds: seconds.toFixed(1) });
   return [took, ...(isKnown(peak_mib) ? [translate('sweep memory', { memory: formatCount(peak_mib) })] : [])].join(
     translate('join.sentences'),
   );
 }
 
-// Show what a gradient estimates of every head, where the model has one.
+// Show what gradients estimate of every head, where the model has one.
 async function showEstimates(/** @type {URLSearchParams} */ query, /** @type {AbortSignal} */ signal) {
   /** @type {SweepEstimates} */
   const { effects, seconds } = await requestJson(`api/estimates?${query}`, signal);
@@ -86,7 +82,7 @@ export async function runSweep(begin, failed) {
   let whole = null;
   const query = queryOfState({ heads: '', ...placeAsked(chosenPlace()) });
   try {
-    if (answers.model.kind === 'language') await showEstimates(query, mine.signal);
+    await showEstimates(query, mine.signal);
     await requestLines(`api/sweep?${query}`, mine.signal, (/** @type {SweepOfLayer | SweepEnd} */ line) => {
       if (mine !== control) return;
       if ('effects' in line) {
