@@ -16,7 +16,7 @@ VOCABULARY = 11
 
 @pytest.fixture(params=[1, 3 * VOCABULARY, 1 << 22], ids=["a position", "three positions", "all positions"])
 def _block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictions, "_MAX_LOGITS_PER_BLOCK", request.param)
+    monkeypatch.setattr(predictions, "_MAX_LOGITS_PER_CPU_BLOCK", request.param)
 
 
 def logits(*, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -16,6 +16,7 @@ from multihead.tensors.precision import widen
 __all__ = ["kl_divergence", "likeliest_tokens", "token_losses"]
 
 _MAX_LOGITS_PER_BLOCK = 1 << 22  # logits that are converted at once: 32 MiB in float64
+_MAX_LOGITS_PER_CPU_BLOCK = 1 << 19  # 4 MiB stay in a cache; 32 MiB took 1.8 times as long, in new pages each time
 
 
 def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
@@ -82,6 +83,7 @@ def likeliest_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
 def _apply_in_blocks(function: Callable[..., Tensor], logits: Tensor, *others: Tensor) -> Tensor:
     """Apply a function of (n, vocabulary) and (n, last dimension) of others, -> (n,), to blocks of positions."""
     rows = [each.reshape(-1, each.shape[-1]) for each in (logits, *others)]
-    size = max(_MAX_LOGITS_PER_BLOCK // logits.shape[-1], 1)
+    most = _MAX_LOGITS_PER_CPU_BLOCK if logits.device.type == "cpu" else _MAX_LOGITS_PER_BLOCK
+    size = max(most // logits.shape[-1], 1)
     blocks = zip(*(each.split(size) for each in rows), strict=True)
     return torch.cat([function(*block) for block in blocks]).view(logits.shape[:-1])
