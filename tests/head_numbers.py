@@ -14,6 +14,7 @@ import multihead as mh
 from multihead.interventions.importance import Importance
 from multihead.observation.record import Record
 from multihead.probes.head_statistic import HeadStatistic, HeadsTogether
+from multihead.record.head_numbers import HeadColumn
 from multihead.record.texts import Text
 from tests.families import family
 
@@ -53,10 +54,5 @@ class Numbers:
     statistic: HeadStatistic
     of_layers: Mapping[str, Tensor]
 
-    @property
-    def statistics(self) -> dict[str, HeadStatistic]:
-        return {self.statistic.name: self.statistic}
-
-    @property
-    def by_layer(self) -> dict[str, dict[str, Tensor]]:
-        return {name: {self.statistic.name: values} for name, values in self.of_layers.items()}
+    def columns(self) -> list[HeadColumn]:
+        return [HeadColumn(self.statistic, self.of_layers)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from time import perf_counter
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -14,19 +13,26 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError
 from multihead.errors.given import check_module
 from multihead.interventions.ablate import AblationMethod, Positions, check_positions, replacement_of
+from multihead.interventions.collected import CollectedNumbers
 from multihead.interventions.followed import run_followable
 from multihead.interventions.gates import gradients_of_gates
 from multihead.interventions.heads import Head, resolve_heads
 from multihead.interventions.means import HeadMeans, checked_batches, count_batches
-from multihead.interventions.measures import Measure, harm_of, measure_of
+from multihead.interventions.measures import Measure, measure_of
 from multihead.interventions.prepared import prepare
 from multihead.interventions.replacements import GivenOutput, OutputFunction, Replacement
-from multihead.interventions.sweep import SweptLayer, cost_of_layer
+from multihead.interventions.sweep import SweptLayer
 from multihead.locale.texts import text
 from multihead.probes.catalogue import statistic_of_heads
 from multihead.probes.head_statistic import HeadStatistic
 from multihead.probes.probe import Statistic
-from multihead.record.head_numbers import NumbersOverTexts, cells_with_error, number_with_error, stack_layers
+from multihead.record.head_numbers import (
+    HeadColumn,
+    NumbersOverTexts,
+    cells_with_error,
+    number_with_error,
+    stack_layers,
+)
 from multihead.record.table import HeadList, HeadOfLayer, HeadTable
 from multihead.tensors.tracing import original_module
 
@@ -152,31 +158,19 @@ class Importance:
     @property
     def statistic(self) -> HeadStatistic:
         """How an effect is shown; its name is that of the column in a record."""
-        return self._column("effect" if self.method == "exact" else "estimate")
+        return self._shown_as("effect" if self.method == "exact" else "estimate")
 
-    def _column(self, what: str) -> HeadStatistic:
+    def _shown_as(self, what: str) -> HeadStatistic:
         measure = self.measure
         return statistic_of_heads(what, measure.name, measure.unit, self.by, more_is_better=measure.more_is_better)
 
-    @property
-    def statistics(self) -> dict[str, Statistic]:
-        """Name -> statistic of each column that `Record.add` adds."""
-        return {each.name: each for each in (self.statistic, *self._sensitivity)}
-
-    @property
-    def _sensitivity(self) -> list[Statistic]:
-        """The statistic of the sensitivities; none of exact effects."""
-        return [self._column("sensitivity")] if self.method == "gradient" else []
-
-    @property
-    def by_layer(self) -> dict[str, dict[str, Tensor]]:
-        """Name of a layer -> name of a statistic -> (texts, heads) float64, for `Record.add`."""
-        effects = self.effects_of_texts
-        return {
-            layer.name: {self.statistic.name: effects[layer.name]}
-            | {each.name: effects[layer.name].abs() for each in self._sensitivity}
-            for layer in self.layers
-        }
+    def columns(self) -> list[HeadColumn]:
+        """Return the columns that `Record.add` adds: the effects, and of estimates the sensitivities."""
+        found = [HeadColumn(self.statistic, self.effects_of_texts)]
+        if self.method == "gradient":
+            sizes = {name: effects.abs() for name, effects in self.effects_of_texts.items()}
+            found.append(HeadColumn(self._shown_as("sensitivity"), sizes))
+        return found
 
     def heads(self, top: int | None = None) -> HeadList[ImportantHead]:
         """Return the heads that were switched off, the most important first.
@@ -186,15 +180,13 @@ class Importance:
         Args:
             top: how many; None returns all.
         """
-        effects, errors = self.effects, self.standard_errors
+        effects, errors, shown = self.effects, self.standard_errors, self.statistic
         found = [
-            ImportantHead(
-                layer.number, head, layer.name, float(effects[row, head]), float(errors[row, head]), self.statistic
-            )
+            ImportantHead(layer.number, head, layer.name, float(effects[row, head]), float(errors[row, head]), shown)
             for row, layer in enumerate(self.layers)
             for head in layer.heads
         ]
-        found.sort(key=lambda each: -harm_of(each.effect, self.measure))
+        found.sort(key=lambda each: -shown.importance_of(each.effect))
         return HeadList(found[:top])
 
     def table(self, *, sort: str = "layer", top: int | None = None) -> HeadTable:
@@ -207,29 +199,17 @@ class Importance:
         Raises:
             ArgumentError: there is no such column, or `top` is less than 1.
         """
-        numbers = {layer.number: row for row, layer in enumerate(self.layers)}
+        sizes, rows_of = self.sensitivities, {layer.name: row for row, layer in enumerate(self.layers)}
         rows = [
-            {
-                "layer": each.layer,
-                "head": each.head,
-                "name": each.name,
-                "effect": each.effect,
-                "standard_error": each.standard_error,
-                **(
-                    {"sensitivity": float(self.sensitivities[numbers[each.layer], each.head])}
-                    if self._sensitivity
-                    else {}
-                ),
-                "texts": self.texts,
-            }
+            {"layer": each.layer, "head": each.head, "name": each.name}
+            | {"effect": each.effect, "standard_error": each.standard_error}
+            | ({} if self.method == "exact" else {"sensitivity": float(sizes[rows_of[each.name], each.head])})
+            | {"texts": self.texts}
             for each in self.heads()
         ]
         unit = self.measure.unit
-        shown = {
-            "effect": Statistic("effect", label=self.statistic.label, unit=unit),
-            "standard_error": Statistic("standard_error", unit=unit),
-            "sensitivity": Statistic("sensitivity", unit=unit),
-        }
+        shown = {name: Statistic(name, unit=unit) for name in ("standard_error", "sensitivity")}
+        shown["effect"] = Statistic("effect", label=self.statistic.label, unit=unit)
         return HeadTable.from_rows(rows, sort=sort, top=top, statistics=shown)
 
     @property
@@ -327,84 +307,44 @@ def importance(
     if method == "gradient" and (not isinstance(by, str) or by == "resample"):
         raise ArgumentError('method="gradient" estimates the effect by "zero" or "mean".', "Give one of them as by=.")
     one_by_one = isinstance(replacement, GivenOutput) and not isinstance(replacement.by, Tensor)
-    run = _Run(count_batches(batches))
+    collected = CollectedNumbers(count_batches(batches))
     with run_followable(root), torch.set_grad_enabled(method == "gradient"):
         for index, batch in enumerate(checked_batches(root, batches)):
             found: Iterable[tuple[SweptLayer, Tensor]]
             if method == "gradient":
                 gates = gradients_of_gates(root, batch, chosen, replacement, check_positions(positions))
                 layers = gates.layers.choose(keys)
-                run.begin(layers, gates.baseline, replayed=False)
+                collected.begin(layers, gates.baseline, replayed=False)
                 found = ((layer, -gates.gradients[layer.name][:, list(layer.heads)]) for layer in layers)
             else:
                 prepared = prepare(root, batch, chosen, keys=keys, one_by_one=one_by_one)
-                run.begin(prepared.layers, prepared.baseline, replayed=prepared.replay.is_exact)
+                collected.begin(prepared.layers, prepared.baseline, replayed=prepared.replay.is_exact)
                 found = prepared.effects(replacement, positions=positions)
             for layer, effects in found:
-                step = run.add(index, layer, effects)
+                of_layer = collected.add(layer, effects.cpu().double())
                 if progress is not None:
+                    per_batch = sum(bool(each.heads) for each in collected.layers)
+                    step = EffectsOfLayer(
+                        layer.number,
+                        layer.name,
+                        index,
+                        of_layer,
+                        collected.done,
+                        None if collected.batches is None else per_batch * collected.batches,
+                        collected.seconds,
+                        collected.seconds_left,
+                        collected.replayed,
+                    )
                     progress(step)
-    name = by if isinstance(by, str) else "vector" if isinstance(by, Tensor) else "function"
-    return run.result(chosen, name, method, replacement, positions)
-
-
-@dataclass(eq=False)
-class _Run:
-    """The effects that were measured so far.
-
-    Attributes:
-        batches: number of batches; None if it is unknown.
-    """
-
-    batches: int | None
-    layers: list[SweptLayer] = field(default_factory=list)
-    effects: dict[str, list[Tensor]] = field(default_factory=dict)  # name of a layer -> (texts, heads) of each batch
-    baselines: list[Tensor] = field(default_factory=list)
-    replayed: bool = True
-    begun: float = field(default_factory=perf_counter)
-    _done: list[SweptLayer] = field(default_factory=list)  # of this batch
-
-    def begin(self, layers: list[SweptLayer], baseline: Tensor, *, replayed: bool) -> None:
-        """Begin a batch, whose heads are all on."""
-        if self.layers and [each.name for each in layers] != [each.name for each in self.layers]:
-            raise ArgumentError("Two batches ran other layers of the model.", "Give batches of one kind.")
-        self.layers, self.replayed, self._done = layers, self.replayed and replayed, []
-        self.baselines.append(baseline)
-        for layer in layers:
-            nothing = torch.full((len(baseline), layer.num_heads), torch.nan, dtype=torch.float64)
-            self.effects.setdefault(layer.name, []).append(nothing)
-
-    def add(self, batch: int, layer: SweptLayer, measured: Tensor) -> EffectsOfLayer:
-        """Add the effects of the heads of a layer that were switched off, (texts, heads)."""
-        effects = self.effects[layer.name][-1]
-        effects[:, list(layer.heads)] = measured.cpu().double()
-        self._done.append(layer)
-        seconds, left, count = perf_counter() - self.begun, None, sum(bool(each.heads) for each in self.layers)
-        if self.batches is not None:
-            cost = partial(cost_of_layer, self.layers, replayed=self.replayed)
-            whole = sum(map(cost, self.layers))
-            spent = batch * whole + sum(map(cost, self._done))
-            left = seconds * (self.batches * whole - spent) / spent
-        total = None if self.batches is None else self.batches * count
-        done = batch * count + len(self._done)
-        return EffectsOfLayer(layer.number, layer.name, batch, effects, done, total, seconds, left, self.replayed)
-
-    def result(
-        self, measure: Measure, by: str, method: Method, replacement: Replacement, positions: Positions
-    ) -> Importance:
-        """Return the effects over all batches."""
-        effects = {name: torch.cat(found) for name, found in self.effects.items()}
-        baseline = torch.cat(self.baselines)
-        seconds = perf_counter() - self.begun
-        return Importance(
-            measure,
-            by,
-            method,
-            tuple(self.layers),
-            effects,
-            baseline,
-            replacement,
-            positions,
-            self.replayed,
-            seconds,
-        )
+    return Importance(
+        chosen,
+        by if isinstance(by, str) else "vector" if isinstance(by, Tensor) else "function",
+        method,
+        tuple(collected.layers),
+        {name: values[:, :, 0] for name, values in collected.values.items()},
+        collected.baseline,
+        replacement,
+        positions,
+        collected.replayed,
+        collected.seconds,
+    )

@@ -94,11 +94,6 @@ class SeveralMeasures:
         return self.function(output, batch).cpu().double()
 
 
-def harm_of(effect: float, measure: Measure) -> float:
-    """Return how much worse an effect makes a measure; of a measure without a direction the size of the effect."""
-    return abs(effect) if measure.more_is_better is None else -effect if measure.more_is_better else effect
-
-
 def measure_of(model: nn.Module, given: Measure | Callable[[Any, Any], Tensor] | None) -> Measure:
     """Return what the caller gave as `measure`; None is the mean loss of the next token.
 

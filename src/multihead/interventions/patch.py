@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -14,18 +13,21 @@ from torch import Tensor, nn
 from multihead.errors import ArgumentError
 from multihead.errors.given import check_module
 from multihead.interventions.ablate import Positions, check_positions
+from multihead.interventions.collected import CollectedNumbers
 from multihead.interventions.followed import FollowedCall, follow_calls, run_followable
 from multihead.interventions.heads import Head, resolve_heads
 from multihead.interventions.means import checked_batches, run_batch
 from multihead.interventions.measures import Measure, measure_of
 from multihead.interventions.prepared import PreparedBatch, prepare
-from multihead.interventions.sweep import SweptLayer, cost_of_layer
+from multihead.interventions.sweep import SweptLayer
 from multihead.locale.texts import text
 from multihead.probes.catalogue import statistic_of_heads
 from multihead.probes.head_statistic import HeadStatistic
 from multihead.probes.probe import SHARE_FORMAT, Statistic
 from multihead.record.head_numbers import (
     STANDARD_ERRORS,
+    HeadColumn,
+    NumbersOverTexts,
     cells_with_error,
     number_with_error,
     stack_layers,
@@ -148,37 +150,51 @@ class Patching:
         0 is the corrupted text and 1 the clean one, in both directions: the mean over pairs of the change from the
         corrupted text, divided by the mean gap, of the pairs that have the token. NaN if there is no gap.
         """
-        return self._by_layer(lambda values: self._shares(values)[0])
+        return stack_layers(self._over_pairs.means)
 
     @cached_property
     def standard_errors(self) -> Tensor:
         """The standard errors of `recovered`, by leaving out one pair at a time (the jackknife); NaN for one pair."""
-        return self._by_layer(lambda values: self._shares(values)[1])
+        return stack_layers(self._over_pairs.errors)
 
     @cached_property
     def changes(self) -> Tensor:
         """The mean over pairs of the measure with each patch minus that without it, shaped as `recovered`."""
         before = self.corrupted if self.direction == "clean into corrupted" else self.clean
-        return self._by_layer(lambda values: (values - _per_pair(before, values)).nanmean(0))
+        patched = [self.patched[layer.name] for layer in self.layers]
+        return stack_layers([(values - _per_pair(before, values)).nanmean(0) for values in patched])
 
-    def _shares(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the share of each patch, its standard error, and the share without each pair: (pairs, ...) -> (...).
+    @cached_property
+    def _over_pairs(self) -> NumbersOverTexts:
+        return NumbersOverTexts([self._shares(self.patched[layer.name]) for layer in self.layers])
 
-        The last is (pairs, ...), 0 for a pair without the token.
+    def _shares(self, values: Tensor) -> Tensor:
+        """Return numbers whose mean over pairs is the share of each patch, (pairs, ...), NaN for a pair without it.
+
+        Their standard error is that of leaving out one pair at a time: they are the pseudo-values of the jackknife,
+        moved so that their mean is the share.
         """
         known = values.isfinite()
         change = (values - _per_pair(self.corrupted, values)).masked_fill(~known, 0)
         gap = _per_pair(self.clean - self.corrupted, values).masked_fill(~known, 0)
-        pairs = known.sum(0)
-        share = change.sum(0) / gap.sum(0)
-        without = ((change.sum(0) - change) / (gap.sum(0) - gap)).masked_fill(~known, 0)
-        squares = (without - without.sum(0) / pairs).masked_fill(~known, 0).square().sum(0)
-        error = ((pairs - 1) / pairs * squares).sqrt().masked_fill(pairs < 2, torch.nan)
-        unknown = (pairs == 0) | torch.tensor(not self.has_gap)
-        return share.masked_fill(unknown, torch.nan), error.masked_fill(unknown, torch.nan), without
+        pairs, share = known.sum(0), change.sum(0) / gap.sum(0)
+        without = ((change.sum(0) - change) / (gap.sum(0) - gap)).where(known, torch.nan)
+        spread = ((pairs - 1) * (without - without.nanmean(0))).masked_fill(pairs < 2, 0)
+        return (share - spread).where(known & torch.tensor(self.has_gap), torch.nan)
 
-    def _by_layer(self, of: Callable[[Tensor], Tensor]) -> Tensor:
-        return stack_layers([of(self.patched[layer.name]) for layer in self.layers])
+    def columns(self) -> list[HeadColumn]:
+        """Return the column that `Record.add` adds.
+
+        Raises:
+            ArgumentError: the patches are of single tokens.
+        """
+        if self.over != "heads":
+            raise ArgumentError(
+                "A record has numbers of heads, and these are of heads x positions.", 'Give patches over="heads".'
+            )
+        lost = self.statistic.what == "lost"
+        pairs = zip(self.layers, self._over_pairs.of_layers, strict=True)
+        return [HeadColumn(self.statistic, {layer.name: 1 - each if lost else each for layer, each in pairs})]
 
     def heads(self, top: int | None = None) -> HeadList[PatchedHead]:
         """Return the patched heads, over heads x positions each with its tokens, those that matter most first.
@@ -189,25 +205,17 @@ class Patching:
         Args:
             top: how many; None returns all.
         """
+        whole = self.recovered, self.standard_errors, self.changes
+        numbers = [each.view(*each.shape[:2], -1) for each in whole]  # (layers, heads, 1 or positions)
         found = [
-            PatchedHead(layer.number, head, layer.name, token, *(float(each[place]) for each in self._numbers))
+            PatchedHead(layer.number, head, layer.name, token, *(float(each[row, head, place]) for each in numbers))
             for row, layer in enumerate(self.layers)
             for head in layer.heads
-            for place, token in self._places(row, head)
+            for place, token in enumerate(self.positions or [None])
         ]
         sign = -1 if self.direction == "clean into corrupted" else 1
         found.sort(key=lambda each: sign * each.recovered if self.has_gap else -abs(each.change))
         return HeadList(found[:top])
-
-    @property
-    def _numbers(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.recovered, self.standard_errors, self.changes
-
-    def _places(self, row: int, head: int) -> list[tuple[tuple[int, ...], int | None]]:
-        """Return the places of a head in `recovered`, each with its token."""
-        if self.positions is None:
-            return [((row, head), None)]
-        return [((row, head, index), token) for index, token in enumerate(self.positions)]
 
     def table(self, *, sort: str = "layer", top: int | None = None) -> HeadTable:
         """Return a table with one row per head, or per head and token: the share, its standard error, and the change.
@@ -242,30 +250,6 @@ class Patching:
         measure = self.measure
         what = "recovered" if self.direction == "clean into corrupted" else "lost"
         return statistic_of_heads(what, measure.name, "%", "patch", more_is_better=measure.more_is_better)
-
-    @property
-    def statistics(self) -> dict[str, HeadStatistic]:
-        """Name -> statistic of the column that `Record.add` adds, over heads."""
-        return {self.statistic.name: self.statistic} if self.over == "heads" else {}
-
-    @property
-    def by_layer(self) -> dict[str, dict[str, Tensor]]:
-        """Name of a layer -> name of a statistic -> (pairs, heads), for `Record.add`.
-
-        Their mean over pairs is the share, and the standard error of the mean that of `standard_errors`: they are the
-        pseudo-values of the jackknife, moved so that their mean is the share.
-        """
-        if self.over != "heads":
-            return {layer.name: {} for layer in self.layers}
-        return {
-            layer.name: {self.statistic.name: self._pseudo_values(self.patched[layer.name])} for layer in self.layers
-        }
-
-    def _pseudo_values(self, values: Tensor) -> Tensor:
-        """Return numbers whose mean over pairs is the share and whose spread is its error: (pairs, heads)."""
-        share, _, without = self._shares(values)
-        spread = (self.pairs - 1) * (without - without.mean(0)) if self.pairs > 1 else torch.zeros_like(values)
-        return share - spread if self.direction == "clean into corrupted" else 1 - share + spread
 
     def describe(self, lang: str = "en") -> str:
         """Describe the result in sentences: the gap, whether there are shares of it, and how it ran.
@@ -358,11 +342,8 @@ def patch(
     chosen, tokens = measure_of(root, measure), check_positions(positions)
     batches = _batches_in_pairs(clean, corrupted)
     forward = direction == "clean into corrupted"
-    begun, spent, done, replayed = perf_counter(), 0.0, 0, True
-    measured: tuple[list[Tensor], list[Tensor]] = ([], [])  # of sources and of targets, (pairs,) each
-    patched: dict[str, list[Tensor]] = {}  # name of a layer -> (pairs, heads, tokens) of each batch
-    layers: list[SweptLayer] = []
-    all_places: list[int | None] = []
+    collected, of_sources = CollectedNumbers(len(batches[0])), list[Tensor]()
+    longest: list[int | None] = []  # a shorter text has the first of these tokens
     with run_followable(root), torch.no_grad():
         checked = [checked_batches(root, each) for each in (batches if forward else batches[::-1])]
         for source, target in zip(*checked, strict=True):
@@ -372,38 +353,33 @@ def patch(
             prepared = prepare(root, target, chosen, keys=keys)
             kept.check_pairs(prepared.read.tokens, clean_first=forward)
             kept = replace(kept, copies=prepared.copies)
-            layers, replayed = prepared.layers, replayed and prepared.replay.is_exact
-            baseline = prepared.baseline
-            measured[0].append(chosen.of_texts(output, source, (len(baseline),)))
-            measured[1].append(baseline)
-            whole = len(batches[0]) * sum(cost_of_layer(layers, each, replayed=replayed) for each in layers)
-            for layer in layers:
-                places: list[int | None] = [None]
-                if over == "heads x positions":
-                    places = kept.tokens_of(layer.name, tokens)
-                all_places = max(all_places, places, key=len)  # a shorter text has the first of them
-                values = torch.full((len(baseline), layer.num_heads, len(places)), torch.nan, dtype=torch.float64)
-                patched.setdefault(layer.name, []).append(values)
-                for index, place in enumerate(places if layer.heads else []):
-                    values[:, list(layer.heads), index] = _measured_with_patch(prepared, kept, layer, place, tokens)
-                    done, spent = done + 1, spent + cost_of_layer(layers, layer, replayed=replayed) / len(places)
-                    seconds = perf_counter() - begun
+            of_sources.append(chosen.of_texts(output, source, (len(prepared.baseline),)))
+            places: dict[str, list[int | None]] = {
+                layer.name: [None] if over == "heads" else kept.tokens_of(layer.name, tokens)
+                for layer in prepared.layers
+            }
+            longest = max(longest, *places.values(), key=len)
+            sizes = {name: len(found) for name, found in places.items()}
+            collected.begin(prepared.layers, prepared.baseline, replayed=prepared.replay.is_exact, places=sizes)
+            for layer in prepared.layers:
+                for index, place in enumerate(places[layer.name] if layer.heads else []):
+                    collected.add(layer, _measured_with_patch(prepared, kept, layer, place, tokens), index)
                     if progress is not None:
-                        left = seconds * (whole / spent - 1)
-                        progress(PatchStep(layer.number, place, done, spent / whole, seconds, left))
-    of_source, of_target = map(torch.cat, measured)
-    clean_first = (of_source, of_target) if forward else (of_target, of_source)
-    seconds, numbers = perf_counter() - begun, tuple(place for place in all_places if place is not None)
-    joined = {name: _join(found, numbers) for name, found in patched.items()}
-    return Patching(chosen, over, direction, tuple(layers), numbers or None, *clean_first, joined, replayed, seconds)
-
-
-def _join(batches: Sequence[Tensor], positions: Sequence[int]) -> Tensor:
-    """Join what was measured in several batches, (pairs, heads, 1 or positions) each; NaN where a batch is shorter."""
-    if not positions:
-        return torch.cat([each[:, :, 0] for each in batches])
-    ends = [(0, len(positions) - each.shape[2]) for each in batches]
-    return torch.cat([nn.functional.pad(each, end, value=torch.nan) for each, end in zip(batches, ends, strict=True)])
+                        share, left = collected.share or 0.0, collected.seconds_left or 0.0
+                        progress(PatchStep(layer.number, place, collected.done, share, collected.seconds, left))
+    of_source, of_target = torch.cat(of_sources), collected.baseline
+    numbers = tuple(place for place in longest if place is not None)
+    return Patching(
+        chosen,
+        over,
+        direction,
+        tuple(collected.layers),
+        numbers or None,
+        *((of_source, of_target) if forward else (of_target, of_source)),
+        {name: values if numbers else values[:, :, 0] for name, values in collected.values.items()},
+        collected.replayed,
+        collected.seconds,
+    )
 
 
 def _batches_in_pairs(clean: Any, corrupted: Any) -> list[Sequence[Any]]:

@@ -41,9 +41,9 @@ class SweptLayer:
     texts: int | None
 
 
-def cost_of_layer(layers: Sequence[SweptLayer], layer: SweptLayer, *, replayed: bool) -> float:
-    """Return how long the heads of one of some layers take, in any unit: a replay runs the layers from it on."""
-    return len(layer.heads) * (1 - layers.index(layer) / len(layers) if replayed else 1.0)
+def cost_of_layer(layers: Sequence[SweptLayer], layer: SweptLayer, *, replayed: bool) -> int:
+    """Return how many layers run for the heads of one of some layers: a replay runs the layers from it on."""
+    return len(layer.heads) * (len(layers) - layers.index(layer) * replayed)
 
 
 def copies_per_pass(layers: Sequence[SweptLayer], bytes_per_copy: int) -> int:

@@ -18,11 +18,11 @@ from multihead.interventions.followed import run_followable
 from multihead.interventions.heads import HeadKey
 from multihead.interventions.importance import Importance, ImportantHead, Method
 from multihead.interventions.means import checked_batches, count_batches, run_batch
-from multihead.interventions.measures import Measure, harm_of
+from multihead.interventions.measures import Measure
 from multihead.interventions.sweep import SweptLayer
 from multihead.locale.texts import text, unit_label
 from multihead.probes.head_statistic import HeadStatistic, HeadsTogether
-from multihead.record.head_numbers import number_with_error, standard_error
+from multihead.record.head_numbers import HeadColumn, number_with_error, standard_error
 from multihead.record.table import HeadList
 from multihead.tensors.tracing import original_module
 
@@ -87,21 +87,15 @@ class OffTogether:
     choosing_texts: int
     statistic: HeadStatistic
 
-    @property
-    def statistics(self) -> dict[str, HeadStatistic]:
-        """The column of the effects of single heads, with what these heads do together, for `Record.add`."""
+    def columns(self) -> list[HeadColumn]:
+        """Return what `Record.add` adds to the column of the effects of single heads: what these heads do together."""
         together = HeadsTogether(
             tuple((each.layer, each.head) for each in self.heads),
             tuple(self.effects.tolist()),
             tuple(self.single_effects.sum(1).tolist()),
             tuple(draw.effect for draw in self.draws),
         )
-        return {self.statistic.name: replace(self.statistic, together=together)}
-
-    @property
-    def by_layer(self) -> dict[str, dict[str, Tensor]]:
-        """The layers of these heads, for `Record.add`: the numbers of single heads are those of `mh.importance`."""
-        return {each.name: {} for each in self.heads}
+        return [HeadColumn(replace(self.statistic, together=together), dict.fromkeys(each.name for each in self.heads))]
 
     @property
     def texts(self) -> int:
@@ -136,8 +130,8 @@ class OffTogether:
     @property
     def draws_beyond(self) -> int:
         """Number of draws with at least this effect, in the direction in which the measure gets worse."""
-        harm = harm_of(self.effect, self.measure)
-        return sum(harm_of(draw.effect, self.measure) >= harm for draw in self.draws)
+        least = self.statistic.importance_of(self.effect)
+        return sum(self.statistic.importance_of(draw.effect) >= least for draw in self.draws)
 
     @property
     def _effects_of_draws(self) -> Tensor:

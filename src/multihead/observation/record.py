@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol, overload, runtime_checkable
@@ -38,6 +38,7 @@ from multihead.record.analysis.highlights import (
     heads_of_short_table,
 )
 from multihead.record.analysis.similar import NearHead, nearest
+from multihead.record.head_numbers import HeadColumn
 from multihead.record.layer import BegunTexts, LayerRecord, RecordContents, layer_profiles, texts_of
 from multihead.record.profiles import LayerKinds, LayerProfile
 from multihead.record.sample import OwnStatistics, SampleRecord
@@ -52,13 +53,8 @@ __all__ = ["Record"]
 class HeadNumbers(Protocol):
     """Numbers of the heads of a model, one per text, that were measured apart from a record."""
 
-    @property
-    def statistics(self) -> Mapping[str, Statistic]:
-        """Name of a statistic -> how its numbers are shown."""
-
-    @property
-    def by_layer(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Name of a layer -> name of a statistic -> (texts, heads) float64, NaN for a head that was not measured."""
+    def columns(self) -> Sequence[HeadColumn]:
+        """Return the numbers as columns of a record."""
 
 
 @dataclass(eq=False, repr=False)
@@ -590,21 +586,23 @@ class Record:
         """
         if not isinstance(numbers, HeadNumbers):
             reject_given("numbers", numbers, "numbers of heads", "Give what mh.importance or mh.patch returned.")
-        by_layer = numbers.by_layer
-        if not any(layer.name in by_layer for layer in self.layers):
+        columns = numbers.columns()
+        if not any(layer.name in column.numbers for layer in self.layers for column in columns):
             raise ArgumentError(
                 "The numbers are of none of the layers of the record.", "Measure and observe the same model."
             )
-        for layer in self.layers:
-            for name, values in by_layer.get(layer.name, {}).items():
+        for shown, of_layers in columns:
+            for layer in self.layers:
+                if (values := of_layers.get(layer.name)) is None:
+                    continue
                 if values.shape[1] != layer.num_heads:
                     raise ArgumentError(
                         f"The numbers are of {values.shape[1]} heads of {layer.name}, and the record has "
                         f"{layer.num_heads}.",
                         "Measure and observe the same model.",
                     )
-                layer.numbers = {**layer.numbers, name: values.detach().double().cpu()}
-        self.statistics |= numbers.statistics
+                layer.numbers = {**layer.numbers, shown.name: values.detach().double().cpu()}
+            self.statistics[shown.name] = shown
 
     def add_calls(self, layer: LayerRecord, calls: Iterable[tuple[SampleRecord, int] | BegunTexts]) -> None:
         """Append calls in the order they ran, each with its index in the sample; and a new layer to `layers`."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import Tensor
 
 from multihead.locale.texts import text, text_or
 from multihead.probes.probe import Statistic
+
+Number = TypeVar("Number", float, Tensor)
 
 HEAD_NUMBERS = ("effect", "estimate", "sensitivity", "recovered", "lost")
 """What a `HeadStatistic` can be, exact effects first."""
@@ -55,6 +60,15 @@ class HeadStatistic(Statistic):
         'effect on loss by zero'
         """
         return text(f"common.head number.{self.what}", lang, **self.words(lang))
+
+    def importance_of(self, number: Number) -> Number:
+        """Return how much a head with a number matters: how much worse the measure is without it.
+
+        Of a measure without a direction the size of an effect counts.
+        """
+        if self.what not in ("effect", "estimate"):
+            return number
+        return {"more": -number, "less": number}.get(self.better, abs(number))
 
     def words(self, lang: str) -> dict[str, str]:
         """Return the measure, and what replaces the output, in a language: for texts with {measure} and {by}."""

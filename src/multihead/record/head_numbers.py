@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +19,26 @@ STANDARD_ERRORS = 2.0
 """Number of standard errors from which a mean counts as more than the texts' spread."""
 
 
+class HeadColumn(NamedTuple):
+    """Numbers of heads that were measured apart from a record, which become a column of it.
+
+    Attributes:
+        statistic: how they are shown; its name is that of the column.
+        numbers: name of a layer -> (texts, heads) float64, NaN for a head that was not measured; None where the record
+            has the numbers already.
+    """
+
+    statistic: Statistic
+    numbers: Mapping[str, Tensor | None]
+
+
 def standard_error(values: Tensor) -> Tensor:
-    """Return the standard error of the mean over texts: (texts, ...) -> (...), NaN for one text."""
-    return values.std(0) / len(values) ** 0.5 if len(values) > 1 else values[0] * torch.nan
+    """Return the standard error of the mean over texts: (texts, ...) -> (...), NaN for one text.
+
+    A text whose number is NaN does not count.
+    """
+    texts = values.isfinite().sum(0)
+    return ((values - values.nanmean(0)).square().nansum(0) / (texts - 1) / texts).sqrt()
 
 
 def stack_layers(rows: Sequence[Tensor]) -> Tensor:
@@ -53,7 +71,7 @@ class NumbersOverTexts:
     """Numbers of the heads of some layers, of which each text counts alike.
 
     Attributes:
-        of_layers: per layer (texts, heads) float64, NaN for a head that was not measured.
+        of_layers: per layer (texts, heads, ...) float64, NaN for a head that was not measured.
     """
 
     of_layers: Sequence[Tensor]
@@ -65,12 +83,12 @@ class NumbersOverTexts:
 
     @cached_property
     def means(self) -> list[Tensor]:
-        """The mean over texts: per layer (heads,) float64."""
-        return [values.mean(0) for values in self.of_layers]
+        """The mean over texts: per layer (heads, ...) float64."""
+        return [values.nanmean(0) for values in self.of_layers]
 
     @cached_property
     def errors(self) -> list[Tensor]:
-        """The standard error of each mean: per layer (heads,) float64, NaN for one text."""
+        """The standard error of each mean: per layer (heads, ...) float64, NaN for one text."""
         return [standard_error(values) for values in self.of_layers]
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 from multihead.locale.escaping import escape_controls
 from multihead.locale.texts import text
 from multihead.probes.head_statistic import HEAD_NUMBERS, HeadStatistic, HeadsTogether
-from multihead.record.head_numbers import NumbersOverTexts
+from multihead.record.head_numbers import NumbersOverTexts, standard_error
 from multihead.viewer.page import round_all_for_json
 from multihead.viewer.page_types import HeadNumbers, OffTogetherDescription
 
@@ -87,9 +87,7 @@ def _meaning(shown: HeadStatistic) -> str:
 
 def most_important(means: Tensor, shown: HeadStatistic) -> list[int]:
     """Return the heads that matter most, the most important first: those without which the measure is worst."""
-    sign = -1 if shown.what in ("effect", "estimate") and shown.better == "more" else 1
-    signed = means.abs() if shown.what in ("effect", "estimate") and not shown.better else sign * means
-    order = signed.nan_to_num(-torch.inf).argsort(descending=True, stable=True).tolist()
+    order = shown.importance_of(means).nan_to_num(-torch.inf).argsort(descending=True, stable=True).tolist()
     return order[: min(MOST_IMPORTANT, int(means.isfinite().sum()))]
 
 
@@ -117,7 +115,5 @@ def _describe_together(
 def _mean_and_error(values: Sequence[float], *, is_spread: bool) -> tuple[float, float | None]:
     """Return the mean of some numbers and its standard error, or their standard deviation; None for one number."""
     numbers = torch.tensor(values, dtype=torch.float64)
-    if len(numbers) < 2:
-        return float(numbers.mean()), None
-    deviation = float(numbers.std())
-    return float(numbers.mean()), deviation if is_spread else deviation / len(numbers) ** 0.5
+    error = None if len(numbers) < 2 else float(numbers.std() if is_spread else standard_error(numbers))
+    return float(numbers.mean()), error
