@@ -536,10 +536,24 @@ def test_a_newer_request_cancels_the_older(opened: Opened) -> None:
 
 
 class TestTheMaps:
+    def test_a_click_on_a_head_that_matters_switches_it_off_and_shows_its_map(self, opened: Opened) -> None:
+        shown = opened()
+        shown.at("#sweep").click()
+        shown.page.wait_for_function("() => /^Each head off alone/.test(document.getElementById('swept').textContent)")
+        shown.switch(1, 2)
+        assert shown.off == ["1.2"]
+        assert shown.texts("#changes .name b")[0] == "L1 H2"
+        assert percent(shown.texts("#changes .change:not(.heading) > :last-child")[0]) == 0
+        pictures = shown.page.eval_on_selector_all("#changes canvas", "all => all.map(one => one.toDataURL())")
+        assert pictures[0] == pictures[1] != pictures[2]  # its own map stays
+
     def test_the_five_maps_that_changed_most_are_shown_before_after_and_their_difference(self, opened: Opened) -> None:
         shown = opened()
         shown.click("#strongest")
-        changed = shown.change(",".join(shown.off))["changed"]
+        answer = shown.change(",".join(shown.off))
+        last = [*map(int, shown.off[-1].split("."))]
+        distances = {each["layer"]: each["heads"] for each in answer["distances"]}
+        changed = [[*last, distances[last[0]][last[1]]], *(each for each in answer["changed"] if each[:2] != last)]
         names = [f"L{layer} H{head}" for layer, head, _ in changed]
         assert shown.texts("#changes .name b") == names
         assert shown.at("#changes canvas").count() == 3 * len(changed)

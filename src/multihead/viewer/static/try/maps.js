@@ -1,4 +1,5 @@
-// The heads of later layers whose maps changed most: each before, after, and the difference.
+// The map of the head that was changed last, and those of later layers that changed most: each before, after, and the
+// difference.
 import { endOfRootScale } from '../shared/colour.js';
 import { $, el, elementsIn, translate } from '../shared/dom.js';
 import { glyphElement } from '../shared/kinds.js';
@@ -70,18 +71,24 @@ export const repaintMaps = () => {
   if (kept.length) paint();
 };
 
+// The head that was changed last, and how much its own map changed: not at all without changed heads in layers before.
+function changedLast() {
+  const [layer, head] = [...state.heads.keys()].at(-1).split('.').map(Number);
+  return [layer, head, answers.change.distances.find(one => one.layer === layer)?.heads[head] ?? 0];
+}
+
 // Show the rows at once, and each map as it arrives.
 export async function drawMaps(signal) {
-  const list = state.heads.size ? answers.change.changed : [];
+  const own = state.heads.size ? [changedLast()] : [];
+  const others = answers.change.changed.filter(([l, h]) => own.every(([layer, head]) => l !== layer || h !== head));
+  const list = own.length ? [...own, ...others] : [];
   const encoder = answers.model.kind === 'encoder';
   const { sentence } = answers.words.tokens[chosenPlace()];
   $('hm').textContent = translate(encoder && list.length ? 'maps changed of' : 'maps changed', { n: sentence + 1 });
   kept = [];
   $('mapscale').hidden = true;
   if (!list.length) {
-    $('changes').replaceChildren(
-      el('p', { className: 'note', textContent: translate(state.heads.size ? 'no maps changed' : 'maps none') }),
-    );
+    $('changes').replaceChildren(el('p', { className: 'note', textContent: translate('maps none') }));
     return;
   }
   const heading = hidden =>
