@@ -10,7 +10,6 @@ import click
 import pytest
 import torch
 
-from benchmarks.in_process import in_new_process
 from benchmarks.measure import Ratio
 from benchmarks.peak_memory import peak
 from benchmarks.watching import __main__ as program
@@ -35,20 +34,9 @@ def peak_of_three() -> int:
     return peak(run)
 
 
-def all_peaks() -> list[int]:
-    """Return the peak of the three tensors, of a layer that is not observed, and of one that is and takes more."""
-    return [peak_of_three(), *(watching.layer_peak(keep, 1024, False) for keep in (None, "cpu"))]
-
-
-@pytest.fixture(scope="module")
-def peaks() -> list[int]:
-    """Measure in a new process, because memory that other tests left in this one's heap would not be counted."""
-    return in_new_process(all_peaks)
-
-
 @needs_linux
-def test_the_peak_of_a_run_excludes_memory_of_earlier_runs(peaks: list[int]) -> None:
-    assert 2.9 * SIZE < peaks[0] < 3.5 * SIZE
+def test_the_peak_of_a_run_excludes_memory_of_earlier_runs() -> None:
+    assert 2.9 * SIZE < peak_of_three() < 3.5 * SIZE
 
 
 def test_the_bytes_of_the_weights_of_a_long_text_are_counted() -> None:
@@ -90,8 +78,8 @@ class TestWatching:
             assert mh.explain(q, q, q).kernel != "native"
 
     @needs_linux
-    def test_the_peak_of_a_layer_is_measured_observed_and_not(self, peaks: list[int]) -> None:
-        _, unobserved, observed = peaks
+    def test_the_peak_of_a_layer_is_measured_observed_and_not(self) -> None:
+        unobserved, observed = (watching.layer_peak(keep, 1024, False) for keep in (None, "cpu"))
         assert unobserved > 1024 * watching.EMBED_DIM * 4  # the output at least
         assert observed > unobserved
 

@@ -63,7 +63,7 @@ def test_a_head_stays_in_view_and_its_map_is_that_of_the_other_text(shown: Opene
     page.press(".")
     assert {**page.place, "c": ""} == {"a": "L1H2", "t": "1", "x": "0", "y": "0", "n": "9", "q": "5", "c": "", "s": "0"}
     assert "9 tokens" in page.text("#facts")
-    assert page.at("#map").get_attribute("data-whole") == "true"
+    page.at("#map[data-whole=true]").wait_for()
     page.at("#back").click()
     page.settle()
     assert page.text("#lead").startswith("6 attention heads, as they read text 2 of 3")
