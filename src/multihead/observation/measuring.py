@@ -22,7 +22,6 @@ from multihead.kernels.native.statistics import FIRST_KEY_WEIGHT
 from multihead.kernels.parts import SPECIAL_MASS, TOKENS_MASS, PartName
 from multihead.masks.leading_keys import LeadingKeys
 from multihead.masks.positions import SampleSpan
-from multihead.observation.shared import SharedByLayers
 from multihead.probes.catalogue import PROBES
 from multihead.probes.context import MAP_SIZE, PoolOperation, ProbeContext
 from multihead.probes.lookups import weight_at_keys
@@ -31,6 +30,7 @@ from multihead.probes.probe import PartValues, Probe, Statistic
 from multihead.probes.statistics import measure_parts_on_gpu, parts_of_probes, possible_probes, statistics_of_call
 from multihead.record.batch import CallTokenIds, SampleSpans, is_among
 from multihead.record.chance import with_zero_scores
+from multihead.record.shared import SharedByLayers
 from multihead.record.text_rows import MeasuredRows, TextRows
 from multihead.record.texts import PictureTokens
 from multihead.tensors.shapes import AttentionShape

@@ -44,7 +44,6 @@ from multihead.observation.layer_names import LayerNamer
 from multihead.observation.measuring import StatisticsMeasurer, TextInCall
 from multihead.observation.picture_calls import PictureCalls
 from multihead.observation.record import Record
-from multihead.observation.shared import SharedByLayers
 from multihead.probes.catalogue import PROBES, needs_pictures
 from multihead.probes.context import ProbeContext
 from multihead.probes.probe import PartValues, Probe
@@ -75,6 +74,7 @@ from multihead.record.layer import LayerRecord
 from multihead.record.running_summary import OpenTexts, RunningSummary
 from multihead.record.sample import OwnStatistics, RecordedCall, SampleRecord
 from multihead.record.segments import Segment, copy_contiguous
+from multihead.record.shared import SharedByLayers
 from multihead.record.split import LayerPartOfRank, TokensOfRank
 from multihead.record.text_rows import MeasuredRows, TextRows
 from multihead.record.text_table import LaterRows, RowsInTensor
@@ -178,7 +178,6 @@ class Recorder:
     _newest_sample_spans: SampleSpans | None = None  # the samples of the previous call in this pass
     _shared: SharedByLayers = field(default_factory=SharedByLayers)  # what the layers of this pass share
     _chance_levels: ChanceLevels = field(default_factory=dict)  # of this pass
-    _gathered_ids: tuple[Tensor, Tensor] | None = None  # the ids of this rank and of all ranks of a split sequence
     _warned_of_unknown_texts: bool = False
 
     def __post_init__(self) -> None:
@@ -502,9 +501,8 @@ class Recorder:
         own = self.inputs.inputs_of_queries(name).ids
         if own is None or own.shape != (request.shape.batch, request.shape.query_length):
             return None
-        if self._gathered_ids is None or self._gathered_ids[0] is not own:
-            self._gathered_ids = own, sequence.gather_tokens(own.to(request.shape.device), 1).cpu()
-        return self._gathered_ids[1]
+        device = request.shape.device
+        return self._shared.once("gathered", own, lambda: sequence.gather_tokens(own.to(device), 1).cpu())
 
     def _measure_queries_of_rank(
         self, call: AttentionCall, span: SampleSpan, queries: TokensOnRank, sample: SampleRecord

@@ -47,6 +47,7 @@ from multihead.probes.statistics import statistic_from_parts
 from multihead.probes.tile import has_large_logsumexp
 from multihead.record.sample import SampleRecord
 from multihead.record.segments import Segment, copy_contiguous
+from multihead.record.shared import SharedByLayers
 from multihead.record.text_rows import MeasuredRows, TextRows, concatenate_ranges
 from multihead.record.text_table import LaterRows, RowsOnTheirWay, TextTable
 from multihead.scores.bias import Bias, RelativeBias
@@ -213,12 +214,7 @@ class SampleSpans:
     _key_starts_in_text: dict[int, int | Tensor] = field(default_factory=dict)  # by number of windows
     # the call on its own device, if that is not the CPU, where all of the above is
     of_device: AttentionRequest | None = None
-    # the ids of queries, whether they are those of cross-attention, and the rows: shared by the layers of a pass
-    _newest_rows_with_ids: tuple[Tensor | None, bool, TextRows] | None = None
-    # the ids of the model's input, where the tokens of the call are in it, and the ids of the queries: shared likewise
-    _newest_ids: tuple[Tensor, object, Tensor | None] | None = None
-    # the ids of keys, and what `ids_within_texts` returned for them: shared likewise
-    _newest_ids_within_texts: tuple[Tensor, Tensor, Tensor] | None = None
+    _shared: SharedByLayers = field(default_factory=SharedByLayers)  # what was found about token ids
 
     @cached_property
     def spans(self) -> list[SampleSpan]:
@@ -285,11 +281,9 @@ class SampleSpans:
         Returns:
             (batch, queries) int64; None if the ids do not fit the call.
         """
-        newest, places = self._newest_ids, request.known_origin.input_places
-        index = None if places is None else places.index
-        if newest is None or newest[0] is not ids or newest[1] is not index:
-            newest = self._newest_ids = ids, index, self._find_ids(ids, places)
-        return newest[2]
+        places = request.known_origin.input_places
+        of = ids, None if places is None else places.index
+        return self._shared.once("queries", of, lambda: self._find_ids(ids, places))
 
     def _find_ids(self, ids: Tensor, places: InputPlaces | None) -> Tensor | None:
         size = self.request.shape.batch, self.request.shape.query_length
@@ -311,11 +305,7 @@ class SampleSpans:
 
     def rows_with_ids(self, ids: CallTokenIds) -> TextRows:
         """Return `text_rows` with the token ids of the call, where these are all tokens of the texts so far."""
-        newest = self._newest_rows_with_ids
-        if newest is None or newest[0] is not ids.queries or newest[1] != ids.cross_attention:
-            newest = ids.queries, ids.cross_attention, self._add_ids(ids)
-            self._newest_rows_with_ids = newest
-        return newest[2]
+        return self._shared.once("rows", (ids.queries, ids.cross_attention), lambda: self._add_ids(ids))
 
     def _add_ids(self, ids: CallTokenIds) -> TextRows:
         rows, known = self.text_rows, ids.queries
@@ -361,12 +351,13 @@ class SampleSpans:
 
     def ids_within_texts(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the token ids of keys, (batch, keys), -1 outside of texts; and numbers that no two texts share."""
-        newest = self._newest_ids_within_texts
-        if newest is None or newest[0] is not ids:
+
+        def find() -> tuple[Tensor, Tensor]:
             text = self.sample_of_keys
             read = ids.masked_fill(text < 0, -1)
-            newest = self._newest_ids_within_texts = ids, read, read + text.clamp(min=0) * (int(read.max()) + 2)
-        return newest[1:]
+            return read, read + text.clamp(min=0) * (int(read.max()) + 2)
+
+        return self._shared.once("keys", ids, find)
 
     def sample_of_queries(self) -> Tensor:
         """Return the sample of each query, (batch, queries) int64; -1 for queries of no sample."""

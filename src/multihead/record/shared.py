@@ -21,9 +21,13 @@ class SharedByLayers:
 
     _found: dict[Hashable, tuple[object, Any]] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy nothing: the objects of a copy have other ids."""
+        return SharedByLayers, ()
+
     def once(self, kind: str, of: object, find: Callable[[], Found]) -> Found:
-        """Return what `find` returned first for a kind of thing about an object, which is kept as long."""
-        key = kind, id(of)
+        """Return what `find` returned first for a kind of thing about an object, or a tuple of some, which are kept."""
+        key = (kind, *map(id, of)) if type(of) is tuple else (kind, id(of))
         if key not in self._found:
             self._found[key] = of, find()
         found: Found = self._found[key][1]
