@@ -91,9 +91,11 @@ def _with_pixel(images: Pictures, picture: int, x: int, y: int) -> Pictures:
 def _changed_units(units: PictureUnits, after: Mapping[str, Any]) -> Tensor:
     """Return which units the processor changed, (units,) bool."""
     differs = after[units.name] != units.pixels
-    changed = torch.zeros(units.axes.shape[1], dtype=torch.bool)
-    changed[units.numbers.expand(differs.shape)[differs]] = True
-    return changed
+    if not units.lines:
+        return differs.any(-1).flatten()
+    frame, y, x = differs.any(-3).flatten(0, -3).nonzero().unbind(1)
+    cells = torch.stack([frame, units.lines[0][y], units.lines[1][x]])
+    return (units.axes[:, :, None] == cells[:, None]).all(0).any(1)
 
 
 def _contain(boxes: Tensor, x: float | Tensor, y: float | Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
     python -m tools.places              all families
     python -m tools.places Qwen Swin    those whose name contains one of these
+    python -m tools.places --time 14    the time of places of 14 x 14 patches in a ViT of 12 layers, and the live memory
 
 For each family it prints how many of 20 changed pixels were right in all layers, what was wrong, and the time.
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -42,6 +45,50 @@ def main(parts: list[str]) -> int:
     return int(failed > 0)
 
 
+def time_places(side: int, rounds: int = 7) -> None:
+    """Print CPU time and live memory of places of `side` x `side` patches, as parts of those of a forward pass."""
+    from transformers import ViTConfig, ViTModel
+
+    from tests.live_bytes import live_bytes
+
+    console = Console(highlight=False, soft_wrap=True)
+    torch.set_num_threads(1)
+    for width in (192, 384):
+        sizes = {"hidden_size": width, "num_attention_heads": width // 64, "intermediate_size": 4 * width}
+        model = ViTModel(ViTConfig(**sizes, image_size=16 * side)).eval()
+        inputs = {"pixel_values": torch.randn(1, 3, 16 * side, 16 * side)}
+
+        def seconds(run: Callable[[], object]) -> float:
+            start = time.process_time()
+            run()
+            return time.process_time() - start
+
+        def forward(model: ViTModel = model, inputs: dict[str, torch.Tensor] = inputs) -> None:
+            with torch.no_grad():
+                model(**inputs)
+
+        def places(model: ViTModel = model, inputs: dict[str, torch.Tensor] = inputs) -> None:
+            mh.places(model, inputs)
+
+        forward()
+        ratios = [seconds(places) / seconds(forward) for _ in range(rounds)]
+        low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+        with live_bytes() as unobserved:
+            forward()
+        with torch.no_grad(), live_bytes() as observed, mh.observe(model) as seen:
+            model(**inputs)
+        with live_bytes() as measured:
+            assert seen.texts[0].boxes is not None
+        most = (observed.kept + measured.peak) / (unobserved.peak + observed.kept)
+        console.print(
+            f"{side} x {side} patches, width {width}: {middle:.2f} forward passes (quartiles {low:.2f} to {high:.2f}); "
+            f"live memory {most:.2f} of the forward pass's and the record's"
+        )
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    if sys.argv[1:2] == ["--time"]:
+        time_places(int(sys.argv[2]))
+        sys.exit()
     sys.exit(main(sys.argv[1:]))

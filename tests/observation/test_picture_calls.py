@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import multihead as mh
+from tests.live_bytes import live_bytes
 from tests.picture_families import ENCODERS, LANGUAGE_MODELS, Family, random_pictures
 from tests.picture_records import written
 from tests.viewer.page import Page
@@ -362,3 +363,22 @@ def test_without_a_processor_the_grey_copy_is_of_the_pixels_and_of_each_sample()
         levels = pixels[sample].mean(0)
         expected = (levels - levels.min()) / (levels.max() - levels.min()) * 255
         assert (picture.grey - expected).abs().max() <= 0.51
+
+
+def test_places_take_at_most_a_tenth_more_live_memory_than_the_model_and_what_the_record_keeps() -> None:
+    sizes = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
+    model, images = hf.ViTModel(hf.ViTConfig(**sizes, image_size=256)).eval(), random_pictures(((256, 256),))
+    processor = hf.ViTImageProcessorPil(size={"height": 256, "width": 256})
+    inputs = processor(images=images, return_tensors="pt")
+    with torch.no_grad(), live_bytes() as unobserved:
+        model(**inputs)
+    with torch.no_grad(), live_bytes() as observed, mh.observe(model) as seen:
+        model(**inputs)
+    with live_bytes() as at_first_read:
+        found = seen.texts[0].boxes
+    with live_bytes() as with_processor:
+        tables = mh.places(model, inputs, processor, images)
+    assert found is not None
+    assert found.grid == tables["layers.0.attention"].grid == (16, 16)
+    for measured in (at_first_read, with_processor):
+        assert observed.kept + measured.peak <= 1.1 * (unobserved.peak + observed.kept)

@@ -35,11 +35,11 @@ def family(name: str) -> Family:
     return {**ENCODERS, **LANGUAGE_MODELS}[name]()
 
 
-def places_of(one: Family) -> dict[str, PlaceTable]:
+def places_of(one: Family, **options: Any) -> dict[str, PlaceTable]:
     images = random_pictures(one.sizes)
     inputs = one.process(images)
     torch.manual_seed(0)
-    return mh.places(one.model, inputs, one.processor, one.nest(images))
+    return mh.places(one.model, inputs, one.processor, one.nest(images), **options)
 
 
 def in_bfloat16(one: Family) -> Family:
@@ -260,12 +260,13 @@ def test_a_model_that_does_not_run_alike_has_no_places() -> None:
     )
 
 
-def test_the_runs_that_are_done_are_reported_next_to_those_that_are_expected() -> None:
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    model, reported = hf.ViTModel(hf.ViTConfig(**sizes, image_size=16, patch_size=4)), []
-    mh.places(model, {"pixel_values": torch.rand(1, 3, 16, 16)}, progress=lambda *each: reported.append(each))
-    assert {total for _, total in reported} == {17}
-    assert [done for done, _ in reported] == list(range(17))
+def test_places_of_an_encoder_of_twelve_layers_take_six_runs_and_those_that_end_in_its_first_layer() -> None:
+    model, ran, reported = vit(num_hidden_layers=12, image_size=56), [0] * 12, []
+    for number, block in enumerate(model.layers):
+        block.register_forward_hook(lambda *_, number=number: ran.__setitem__(number, ran[number] + 1))
+    mh.places(model, {"pixel_values": torch.rand(1, 3, 56, 56)}, progress=lambda *each: reported.append(each))
+    assert ran == [6] * 11 + [1]  # five end with the keys of the last layer
+    assert reported == [(done, 25) for done in range(25)]
 
 
 @pytest.mark.parametrize("name", ["LLaVA, two pictures", "Qwen2-VL, two pictures", "Idefics 3, two pictures"])
@@ -277,6 +278,10 @@ def test_for_the_layers_of_a_language_model_the_image_encoder_runs_from_its_last
 
     blocks = next(module for module in one.model.modules() if isinstance(module, nn.ModuleList))
     list(blocks[0].children())[-1].register_forward_hook(count)
-    *_, last = places_of(one).values()
+    reported: list[tuple[int, int]] = []
+    *_, last = places_of(one, progress=lambda *each: reported.append(each)).values()
     assert last.has_places
+    done, expected = reported[-1]
+    assert reported[0][1] < expected  # the language model is measured by itself
+    assert expected - 4 <= done < expected
     assert runs[0] <= 9  # two runs of unchanged pixels, four checks, one of all pixels, and one or two to store outputs

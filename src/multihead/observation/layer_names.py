@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from multihead.kernels.call import AttentionRequest
 from multihead.models.pretrained import InputTracker
@@ -13,6 +15,31 @@ from multihead.models.pretrained import InputTracker
 def module_names(root: nn.Module) -> dict[int, str]:
     """Return id(module) -> qualified name for all modules of a model; the model itself is named after its class."""
     return {id(module): name or type(module).__name__ for name, module in root.named_modules()}
+
+
+class _Memory(NamedTuple):
+    """Where a tensor of (batch, heads, rows, head_dim) is in its storage, which this does not keep."""
+
+    storage: StorageWeakRef  # equals no other storage, even if that has the same address later
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def _memory_of(tensor: Tensor) -> _Memory | None:
+    """Return where a tensor is in a storage that holds more than it; None if it holds no more."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == tensor.nbytes:
+        return None
+    return _Memory(StorageWeakRef(storage), tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+def _are_adjacent(rows: _Memory | None, later: _Memory | None) -> bool:
+    """Whether `later` directly follows `rows` in the same storage."""
+    if rows is None or later is None or rows.storage != later.storage or rows.strides != later.strides:
+        return False
+    is_next = later.offset == rows.offset + rows.shape[2] * rows.strides[2]
+    return is_next and rows.shape[:2] == later.shape[:2] and 0 not in later.shape
 
 
 @dataclass(eq=False)
@@ -35,7 +62,7 @@ class LayerNamer:
     is_further_window: bool = False
     _forward_pass: int = -1
     _calls_in_pass: dict[str, int] = field(default_factory=dict)  # calls of each module in this forward pass
-    _newest_call: tuple[nn.Module, Tensor, Tensor] | None = None  # layer, q and k of the newest call
+    _newest_call: tuple[nn.Module, tuple[_Memory | None, ...]] | None = None  # layer, q and k of the newest call
 
     def begins_pass(self) -> bool:
         """Whether a forward pass has begun since the last call; if so, count its calls from the start."""
@@ -67,15 +94,6 @@ class LayerNamer:
 
         A layer makes such calls if it attends within one image or window of a sample at a time.
         """
-        newest, (q, k) = self._newest_call, (request.q.detach(), request.k.detach())
-        self._newest_call = module, q, k  # kept alive, so that no other tensor can reuse their memory
-        return newest is not None and newest[0] is module and all(map(_are_adjacent_in_memory, newest[1:], (q, k)))
-
-
-def _are_adjacent_in_memory(rows: Tensor, later: Tensor) -> bool:
-    """Whether `later` directly follows `rows` in the same storage; both are (batch, heads, rows, head_dim)."""
-    if rows.shape[:2] != later.shape[:2] or rows.stride() != later.stride() or not later.numel():
-        return False
-    if rows.untyped_storage().data_ptr() != later.untyped_storage().data_ptr():
-        return False
-    return later.storage_offset() == rows.storage_offset() + rows.shape[2] * rows.stride(2)
+        newest, memory = self._newest_call, (_memory_of(request.q), _memory_of(request.k))
+        self._newest_call = module, memory
+        return newest is not None and newest[0] is module and all(map(_are_adjacent, newest[1], memory))

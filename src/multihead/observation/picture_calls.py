@@ -132,8 +132,8 @@ class PictureCall:
             )
             return {}
         if not any(pixels.stride()):
-            noise = torch.rand(pixels.shape, generator=torch.Generator().manual_seed(0))
-            self.inputs[PIXELS] = noise.to(pixels)
+            column = torch.rand(*pixels.shape[-3:-1], 1, generator=torch.Generator().manual_seed(0))
+            self.inputs[PIXELS] = column.to(pixels).expand(pixels.shape)
         try:
             found = measure_places(
                 module,

@@ -40,7 +40,7 @@ class PictureUnits:
     Attributes:
         name: name of the input.
         pixels: its values: (..., channels, height, width) of frames, or (..., units, values) of flattened patches.
-        numbers: number of the unit of each value, int64, broadcasting to `pixels`.
+        lines: row of units of each row of pixels, and column of units of each column, int64; () for flattened patches.
         axes: (3, units) int64, the frame, row and column of each unit.
         is_picture: which values are picture and not padding, bool, broadcasting to `pixels`.
         places: the table of the units, (units,); padding is `NO_PICTURE`.
@@ -48,7 +48,7 @@ class PictureUnits:
 
     name: str
     pixels: Tensor
-    numbers: Tensor
+    lines: tuple[Tensor, ...]
     axes: Tensor
     is_picture: Tensor
     places: PlaceTable
@@ -59,12 +59,22 @@ class PictureUnits:
         return self.places.picture >= 0
 
     def change(self, units: Tensor, seed: int) -> Tensor:
-        """Return the pixels with noise added to some units, (units,) bool; each seed has its own noise."""
+        """Return the pixels with noise added to some units, (units,) bool; each seed has its own noise.
+
+        All rows of pixels get the same noise, and all flattened patches, so that the result alone takes memory.
+        """
         # Noise of one draw could be a multiple of the picture, which a normalisation after the patches would undo.
-        noise = torch.rand(self.pixels.shape, generator=torch.Generator().manual_seed(0x9E3779B9 + seed))
+        shape, mask = self.pixels.shape, units & self.live
+        if self.lines:
+            mask = mask.view(*shape[:-3], 1, *(int(line[-1]) + 1 for line in self.lines))
+            for axis, line in zip((-2, -1), self.lines, strict=True):
+                mask = mask.index_select(axis, line)
+        else:
+            mask = mask.view(*shape[:-1], 1)
+        same = (shape[-3], 1, shape[-1]) if self.lines else shape[-1:]
+        noise = torch.rand(same, generator=torch.Generator().manual_seed(0x9E3779B9 + seed))
         noise = noise.sub_(0.5).mul_(self._size_of_noise).to(self.pixels)
-        mask = (units & self.live)[self.numbers].to(self.pixels.device) & self.is_picture
-        return noise.mul_(mask).add_(self.pixels)
+        return (noise * (mask.to(noise.device) & self.is_picture)).add_(self.pixels)
 
     @cached_property
     def _size_of_noise(self) -> float:
@@ -107,21 +117,45 @@ def find_units(model: nn.Module, inputs: Mapping[str, Any], processor: Any, imag
 
 @dataclass(frozen=True, eq=False)
 class _Coordinates:
-    """What the pictures of coordinates have become, each of the shape of the pixel input.
+    """What pictures of coordinates become in the pixel input.
 
     Attributes:
-        x: the column of each value in its picture, from 0 to 1, measured between the centres of pixels.
-        y: the row of each value in its picture, from 0 to 1.
-        picture: the number of the picture.
-        inside: whether the value is picture and not padding.
+        level: makes pictures, and returns the grey level of each value, from 0 to 1, of the shape of the pixel input.
+        inside: whether a value is picture and not padding, bool, of this shape.
         sizes: (pictures, 2) float64, width and height of each picture.
     """
 
-    x: Tensor
-    y: Tensor
-    picture: Tensor
+    level: Callable[[GreyPicture], Tensor]
     inside: Tensor
     sizes: Tensor
+
+    def mean(self, axis: int, shape: tuple[int, ...], over: tuple[int, ...]) -> Tensor:
+        """Return the mean column (`axis` 0) or row (1) in their picture of the values that are picture, float64.
+
+        A column or row is from 0 to 1, between the centres of pixels.
+
+        Args:
+            axis: 0 or 1.
+            shape: a shape of the pixel input.
+            over: the axes of this shape over which the mean is taken.
+        """
+        parts = -(-int(self.sizes[:, axis].amax()) // _PIXELS_PER_RAMP)
+
+        def ramp(part: int, _: int, *size: int) -> Tensor:
+            line = (torch.arange(size[axis]) / max(size[axis] - 1, 1) * parts - part).clamp(0, 1) * 255
+            return line if axis == 0 else line[:, None]
+
+        total = self.inside.new_zeros((), dtype=torch.float64)
+        for part in range(parts):
+            total = total + self.level(partial(ramp, part)).view(shape).sum(over, dtype=torch.float64)
+        return total / parts / self.inside.view(shape).sum(over).clamp(min=1)
+
+    def pictures(self, rows: int) -> Tensor:
+        """Return the number of the picture that most values of each row show, of `rows` rows; 0 for padding."""
+        steps = len(self.sizes) + 1
+        level = self.level(lambda n, *_: torch.tensor(255 * (n + 1) / steps)).view(rows, -1)
+        level = level.mul_(steps).round_()  # 0 where it is padding
+        return torch.stack([(level == number).sum(1) for number in range(1, steps)]).argmax(0)
 
 
 def _read_coordinates(pixels: Tensor, processor: Any, images: Any) -> _Coordinates:
@@ -139,39 +173,26 @@ def _read_coordinates(pixels: Tensor, processor: Any, images: Any) -> _Coordinat
         made = process(images=tree_unflatten(pictures, nesting), return_tensors="pt")[PIXELS]
         if made.shape != pixels.shape:
             raise _other_pixels_error(f"{tuple(made.shape)}", f"{tuple(pixels.shape)}")
-        found: Tensor = made.detach().cpu().double()
+        found: Tensor = made.detach().cpu().float()
         return found
 
     def send_grey(picture: GreyPicture) -> Tensor:
         return send([_grey_image(picture(n, *size), size, flat[n]) for n, size in enumerate(sizes)])
 
-    again, given = send(flat), pixels.detach().cpu().double()
-    scale = float(given.abs().amax()) or 1.0
-    if not torch.allclose(again, given, rtol=0, atol=scale * max(torch.finfo(pixels.dtype).eps * 4, 1e-4)):
+    given = pixels.detach().cpu().float()
+    furthest = max(map(abs, map(float, given.aminmax()))) * max(torch.finfo(pixels.dtype).eps * 4, 1e-4)
+    if not bool((send(flat).sub(given).abs_() <= furthest).all()):
         raise _other_pixels_error("other values", "those of the inputs")
-    black, white = send_grey(lambda *_: torch.tensor(0)), send_grey(lambda *_: torch.tensor(255))
-    spread = white - black
+    black = send_grey(lambda *_: torch.tensor(0))
+    spread = send_grey(lambda *_: torch.tensor(255)) - black
     inside = spread.abs() > spread.abs().amax() / 2
     if not bool(spread.isfinite().all()) or not bool(inside.any()):
         raise _other_pixels_error("NaN, or equal values, of a white and a black picture", "different ones")
 
     def level(picture: GreyPicture) -> Tensor:
-        return ((send_grey(picture) - black) / spread).masked_fill(~inside, 0)
+        return (send_grey(picture) - black).div_(spread).masked_fill_(~inside, 0)
 
-    def coordinate(axis: int) -> Tensor:
-        count = -(-max(size[axis] for size in sizes) // _PIXELS_PER_RAMP)
-
-        def ramp(part: int, _: int, *size: int) -> Tensor:
-            line = (torch.arange(size[axis]) / max(size[axis] - 1, 1) * count - part).clamp(0, 1) * 255
-            return line if axis == 0 else line[:, None]
-
-        return torch.stack([level(partial(ramp, part)) for part in range(count)]).mean(0)
-
-    steps = len(sizes) + 1
-    number = (level(lambda n, *_: torch.tensor(255 * (n + 1) / steps)) * steps).round().long() - 1
-    return _Coordinates(
-        coordinate(0), coordinate(1), number.clamp(0, len(sizes) - 1), inside, torch.tensor(sizes, dtype=torch.float64)
-    )
+    return _Coordinates(level, inside, torch.tensor(sizes, dtype=torch.float64))
 
 
 def _other_pixels_error(made: str, expected: str) -> ArgumentError:
@@ -249,8 +270,6 @@ def _units_of_frames(pixels: Tensor, patch: tuple[int, int], coordinates: _Coord
     frame, row, column = torch.meshgrid(*map(torch.arange, (frames, rows, columns)), indexing="ij")
     axes = torch.stack([frame, row, column]).flatten(1)  # (3, units)
     top, left = (torch.arange(size) // each for size, each in zip((height, width), patch, strict=True))
-    numbers = (torch.arange(frames).view(-1, 1, 1) * rows + top[:, None]) * columns + left  # (frames, height, width)
-    numbers = numbers.view(*lead, 1, height, width)
     edges = [
         torch.arange(n + 1).mul(size).clamp(max=most)
         for n, size, most in zip((columns, rows), patch[::-1], (width, height), strict=True)
@@ -264,44 +283,41 @@ def _units_of_frames(pixels: Tensor, patch: tuple[int, int], coordinates: _Coord
         view = torch.zeros_like(picture)
         is_picture = torch.ones(1, dtype=torch.bool, device=pixels.device)
     else:
-        inside = coordinates.inside.view(frames, channels, height, width)
-        of_frame = _mode_of(coordinates.picture.view(frames, -1), inside.view(frames, -1))
+        shape = (frames, channels, height, width)
+        inside, of_frame = coordinates.inside.view(shape).any(1), coordinates.pictures(frames)
         ends = []
-        for axis, (values, found) in enumerate(((coordinates.x, edges[0]), (coordinates.y, edges[1]))):
-            sums = (1, 2) if axis == 0 else (1, 3)
-            weights = inside.sum(sums).double()  # (frames, columns or rows of pixels)
-            means = values.view(frames, channels, height, width).sum(sums) / weights.clamp(min=1)
-            ends.append(_fitted_edges(means, weights, found - 0.5, coordinates.sizes[of_frame, axis]))
-        live = torch.zeros(axes.shape[1], dtype=torch.bool)
-        live[numbers.expand(pixels.shape)[coordinates.inside]] = True
+        for axis, found in enumerate(edges):
+            means = coordinates.mean(axis, shape, (1, 2 + axis))  # (frames, columns or rows of pixels)
+            ends.append(_fitted_edges(means, inside.any(1 + axis), found - 0.5, coordinates.sizes[of_frame, axis]))
+        of_rows = torch.zeros(frames, rows, width).index_add_(1, top, inside.float())
+        live = torch.zeros(frames, rows, columns).index_add_(2, left, of_rows).flatten() > 0
         picture = of_frame[axes[0]]
         view = _views(of_frame, ends, live.view(frames, -1).any(1))[axes[0]]
         is_picture = coordinates.inside.to(pixels.device)
     box = torch.stack(
         [ends[0][frame, column], ends[1][frame, row], ends[0][frame, column + 1], ends[1][frame, row + 1]], 3
     ).view(-1, 4)
-    return PictureUnits(PIXELS, pixels, numbers, axes, is_picture, _table(picture, view, box, live))
+    return PictureUnits(PIXELS, pixels, (top, left), axes, is_picture, _table(picture, view, box, live))
 
 
 def _units_of_rows(pixels: Tensor, coordinates: _Coordinates | None) -> PictureUnits:
     """Take each row of flattened patches, (..., units, values), as a unit."""
     count = pixels.shape[:-1].numel()
-    numbers = torch.arange(count).view(*pixels.shape[:-1], 1)
     if coordinates is None:
         live = (pixels.detach() != 0).any(-1).flatten().cpu()
         picture = torch.arange(count) // pixels.shape[-2]
         axes = torch.stack([torch.zeros_like(picture), torch.zeros_like(picture), torch.arange(count)])
         box = torch.full((count, 4), torch.nan, dtype=torch.float64)
         table = _table(picture, torch.zeros_like(picture), box, live)
-        return PictureUnits(PIXELS, pixels, numbers, axes, torch.ones(1, dtype=torch.bool, device=pixels.device), table)
-    inside = coordinates.inside.view(count, -1)
-    weights = inside.sum(1)
+        return PictureUnits(PIXELS, pixels, (), axes, torch.ones(1, dtype=torch.bool, device=pixels.device), table)
+    weights = coordinates.inside.view(count, -1).sum(1)
     live = weights > 0
-    picture = _mode_of(coordinates.picture.view(count, -1), inside)
+    picture = coordinates.pictures(count)
     whole = weights == weights.amax()  # patches that reach into the padding have their centre elsewhere
     ranks, box = [], torch.zeros(count, 4, dtype=torch.float64)
-    for axis, values in enumerate((coordinates.x, coordinates.y)):
-        centre, rank = values.view(count, -1).sum(1) / weights.clamp(min=1), torch.zeros(count, dtype=torch.int64)
+    for axis in (0, 1):
+        centre = coordinates.mean(axis, (count, pixels.shape[-1]), (1,))
+        rank = torch.zeros(count, dtype=torch.int64)
         for number, size in enumerate(coordinates.sizes[:, axis]):
             own = live & (picture == number)
             if not bool(own.any()):
@@ -309,18 +325,14 @@ def _units_of_rows(pixels: Tensor, coordinates: _Coordinates | None) -> PictureU
             rank[own] = _ranks(centre[own], _SAME_LEVEL / 255)
             steps = int(rank[own].amax()) + 1
             fitted = own & whole if bool((own & whole).any()) else own
-            counted = torch.zeros(steps, dtype=torch.float64).index_add_(
-                0, rank[fitted], torch.ones(int(fitted.sum()), dtype=torch.float64)
-            )
-            means = torch.zeros(steps, dtype=torch.float64).index_add_(0, rank[fitted], centre[fitted]) / counted.clamp(
-                min=1
-            )
+            counted = rank[fitted].bincount(minlength=steps)
+            means = rank[fitted].bincount(centre[fitted], minlength=steps) / counted.clamp(min=1)
             ends = _fitted_edges(means[None], counted[None], torch.arange(steps + 1) - 0.5, size[None])[0]
             box[own, axis], box[own, axis + 2] = ends[rank[own]], ends[rank[own] + 1]
         ranks.append(rank)
     axes = torch.stack([picture.masked_fill(~live, 0), ranks[1], ranks[0]])
     table = _table(picture, torch.zeros_like(picture), box, live)
-    return PictureUnits(PIXELS, pixels, numbers, axes, coordinates.inside.to(pixels.device), table)
+    return PictureUnits(PIXELS, pixels, (), axes, coordinates.inside.to(pixels.device), table)
 
 
 def _fitted_edges(means: Tensor, weights: Tensor, edges: Tensor, size: Tensor) -> Tensor:
@@ -328,7 +340,7 @@ def _fitted_edges(means: Tensor, weights: Tensor, edges: Tensor, size: Tensor) -
 
     Args:
         means: (frames, n), coordinate of step i, from 0 to 1 between the centres of the first and the last pixel.
-        weights: (frames, n), 0 where the coordinate is unknown.
+        weights: (frames, n) or bool, 0 where the coordinate is unknown.
         edges: (units + 1,), places of the edges among the steps, whose centres are whole numbers.
         size: (frames,), pixels of the picture.
 
@@ -352,12 +364,6 @@ def _ranks(values: Tensor, apart: float) -> Tensor:
     rank = torch.zeros(len(values), dtype=torch.int64)
     rank[order[1:]] = (ordered.diff() > apart).cumsum(0)
     return rank
-
-
-def _mode_of(numbers: Tensor, inside: Tensor) -> Tensor:
-    """Return per row the most frequent number where `inside`, (rows, n); 0 in a row of padding."""
-    counts = torch.zeros(len(numbers), int(numbers.amax()) + 1)
-    return counts.scatter_add_(1, numbers, inside.to(counts.dtype)).argmax(1)
 
 
 def _views(picture: Tensor, ends: list[Tensor], live: Tensor) -> Tensor:

@@ -136,26 +136,21 @@ def measure_places(
             stacklevel=3,
         )
     found: dict[str, LayerPlaces] = {}
-    total = _expected_runs(candidates[0])
     with (  # the model may be observed while this is measured
         without_listeners(),
         without_tracking(),
-        without_attention(model, inputs, random_state, lambda done: progress(min(done, total), total)) as runs,
+        without_attention(model, inputs, random_state, progress) as runs,
     ):
         for units in candidates:  # one for each size that patches may have
             finder = _PlaceFinder(runs, units)
+            # The unchanged runs, the checks, two per bit of the first layer, and the names of own tokens.
+            runs.expected += 2 + _CHECKS + 2 * finder.bits + 3
             if gives_up and not finder.sees_patches():
                 continue
             found = finder.find()
             if any(layer.table.has_places for layer in found.values()):
                 break
     return found
-
-
-def _expected_runs(units: PictureUnits) -> int:
-    """Return the number of runs if all layers have the places of the first: the checks, two per bit, and the names."""
-    bits = sum(int(axis.amax()).bit_length() for axis in units.axes)
-    return 2 + _CHECKS + 2 * bits + 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,11 +180,18 @@ class _PlaceFinder:
     runs: UnmixedModel
     units: PictureUnits
     _seed: int = 0
+    _has_measured: bool = False
     _base: dict[str, LayerKeys] = field(default_factory=dict)
     _placed_layers: dict[str, _MeasuredLayer] = field(default_factory=dict)
 
+    @property
+    def bits(self) -> int:
+        """How many bits the frames, rows and columns of the units have together."""
+        return sum(int(axis.amax()).bit_length() for axis in self.units.axes)
+
     def sees_patches(self) -> bool:
         """Whether the keys of the first attention call do not all change with half of the patches."""
+        self.runs.expected += 2
         count = self.units.axes.shape[1]
         half = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 1 / 2
         before = self.runs.keys({}, FIRST_CALL)
@@ -203,10 +205,11 @@ class _PlaceFinder:
         """Return the places of each layer by name."""
         live, count = self.units.live, self.units.axes.shape[1]
         self._base = self.runs.keys({})
-        check_repeatable(self._base, self.runs.keys({}))
+        last = next(reversed(self._base), "")
+        check_repeatable(self._base, self.runs.keys({}, self._end(last)))
         random = torch.Generator().manual_seed(count)
         halves = [live & (torch.rand(count, generator=random) < 0.5) for _ in range(_CHECKS)] if count > 1 else [live]
-        checks = [self._differences(half) for half in halves]
+        checks = [self._differences(half, last) for half in halves]
         measured: list[_MeasuredLayer] = []
         found: dict[str, LayerPlaces] = {}
         names: dict[int, dict[int, str]] = {}
@@ -259,14 +262,18 @@ class _PlaceFinder:
         rounds = bool(((differences > tolerance) != (differences > 0)).any())
         return find(tolerance) if rounds and not bool((layer.placed | ~layer.changes).all()) else layer
 
-    def _differences(self, units: Tensor, last: str | None = None) -> dict[str, Tensor]:
-        """Change some units, and return how much each key of each layer differs: name -> (batch, keys)."""
+    def _end(self, layer: str) -> tuple[str, int] | None:
+        """Return the call with which runs end that are needed up to a layer."""
+        return (layer, self._base[layer].calls) if layer in self._base else None
+
+    def _differences(self, units: Tensor, last: str) -> dict[str, Tensor]:
+        """Change some units, and return how much each key of the layers up to `last` differs: name -> (batch, keys)."""
         self._seed += 1
         pixels = self.units.change(units, self._seed)
-        end = None if last is None else (last, self._base[last].calls)
-        keys = self.runs.keys({self.units.name: pixels}, end)
-        expected = self._base if last is None else {name: self._base[name] for name in keys if name in self._base}
-        if unlike := unlike_layers(expected, keys):
+        keys = self.runs.keys({self.units.name: pixels}, self._end(last))
+        names = list(self._base)
+        expected = {name: self._base[name] for name in names[: names.index(last) + 1]}
+        if unlike := unlike_layers(expected, {name: keys[name] for name in expected if name in keys}):
             raise ModelError(
                 f"The tokens have no places in pictures: the number of keys of {unlike} depends on the pixels.",
                 "Observe the model without processor=.",
@@ -277,6 +284,8 @@ class _PlaceFinder:
         """Find the units that each key of a layer depends on, and check them with what the halves have `changed`."""
         axes, live = self.units.axes, self.units.live
         shape = self._base[name].sketch.shape[:2]
+        self.runs.expected += 2 * self.bits if self._has_measured else 0
+        self._has_measured = True
         changes, silent = changed.any(0), torch.zeros(shape.numel(), dtype=torch.bool)
         allowed = []
         with self._cheapest_change(name, tolerance) as differ:
@@ -307,6 +316,7 @@ class _PlaceFinder:
         def change_pixels(units: Tensor) -> Tensor:
             return self._differences(units, name)[name]
 
+        self.runs.expected += 1 if self._placed_layers else 0
         expected = change_pixels(live) > tolerance if self._placed_layers else torch.empty(0)
         for before in list(self._placed_layers)[-1:-3:-1]:
             layer, shape = self._placed_layers[before], self._base[before].sketch.shape[:2]
@@ -319,6 +329,7 @@ class _PlaceFinder:
                     return torch.full_like(base.sketch[:, :, 0], torch.nan)
                 return base.difference(keys)
 
+            self.runs.expected += 3
             with self.runs.stored_blocks(before, last):
                 if torch.equal(change_tokens(live) > tolerance, expected) and not change_tokens(~live & False).any():
                     yield change_tokens

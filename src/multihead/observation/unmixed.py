@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from multihead.kernels.head_changes import apply_change
 from multihead.models import huggingface
 from multihead.models.pretrained import InputTracker, track_inputs
 from multihead.observation.layer_names import LayerNamer, module_names
+from multihead.observation.picture_units import PIXELS
 from multihead.tensors.tracing import original_module, run_uncompiled
 from multihead.tensors.undo import Undo
 
@@ -25,6 +26,7 @@ FIRST_CALL = ("", 0)
 """In place of the name and number of calls of a layer: the run ends with the first attention call."""
 
 _NUMBERS_PER_KEY = 4
+_KEYS_AT_ONCE = 1024  # that are copied in float64
 _UNUSED_INPUTS = ("labels", "output_attentions", "output_hidden_states")
 
 
@@ -82,8 +84,9 @@ class _KeyReader:
     names: dict[int, str]
     last: tuple[str, int] | None  # the layer that ends the run, and its number of calls
     noise: TokenNoise | None = None
+    keeps_newest: bool = False
     found: dict[str, LayerKeys] = field(default_factory=dict)
-    newest: Tensor = field(default_factory=partial(torch.empty, 0))  # keys of the newest call, with their graph
+    newest: Tensor = field(default_factory=partial(torch.empty, 0))  # if kept: keys of the last call, with their graph
     state: object = None
 
     def __post_init__(self) -> None:
@@ -102,9 +105,10 @@ class _KeyReader:
         """Read the keys of a call, and return zeros as its output."""
         self._namer.begins_pass()
         name, keys = self._namer.name_call(request, request.known_origin.layer), _read_keys(request)
-        begin = self.found[name].sketch.shape[1] if self._namer.is_further_window and name in self.found else 0
-        keys = self.found[name].join(keys) if begin else keys
-        self.found[name], self.newest = keys, request.k
+        before = self.found.pop(name, None)  # the last one of `found` is that of the last call
+        begin = before.sketch.shape[1] if before is not None and self._namer.is_further_window else 0
+        keys = before.join(keys) if before is not None and begin else keys
+        self.found[name], self.newest = keys, request.k if self.keeps_newest else self.newest
         if self.last in ((name, keys.calls), FIRST_CALL):
             raise _LayerReachedError
         if self.noise is None or self.noise.layer != name:
@@ -116,12 +120,18 @@ class _KeyReader:
 
 def _read_keys(request: AttentionRequest) -> LayerKeys:
     k, places = request.k.detach().transpose(1, 2).flatten(2), request.known_origin.key_places
-    random = torch.randn(k.shape[2], _NUMBERS_PER_KEY, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    random = _projections(k.shape[2]).to(k.device)
     return LayerKeys(
-        k.double() @ random.to(k.device),
+        torch.cat([part.double() @ random for part in k.split(_KEYS_AT_ONCE, 1)], 1),
         torch.finfo(k.dtype).eps ** 0.75,
         None if places is None else places.padding,
     )
+
+
+@lru_cache
+def _projections(width: int) -> Tensor:
+    """Return random directions, (width, numbers per key) float64, the same ones each time."""
+    return torch.randn(width, _NUMBERS_PER_KEY, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
 @dataclass(eq=False)
@@ -134,8 +144,9 @@ class UnmixedModel:
         random_state: the state of torch's random numbers when the call began.
         tracker: counts the forward passes of the model.
         names: id(module) -> name, for all modules of the model.
-        report: called with the number of runs so far, before each run.
+        report: called with the numbers of runs so far, and of those that are expected, before each run.
         runs: number of runs so far.
+        expected: number of runs that are expected.
     """
 
     model: nn.Module
@@ -143,14 +154,15 @@ class UnmixedModel:
     random_state: Tensor
     tracker: InputTracker
     names: dict[int, str]
-    report: Callable[[int], None]
+    report: Callable[[int, int], None]
     runs: int = 0
+    expected: int = 0
 
     @torch.no_grad()
     def keys(
         self, changed: Mapping[str, Tensor], last: tuple[str, int] | None = None, noise: TokenNoise | None = None
     ) -> dict[str, LayerKeys]:
-        """Run the model with some inputs changed, and return the keys of its layers by name, in the order they ran.
+        """Run the model with some inputs changed, and return the keys of its layers by name, in the order they ended.
 
         Args:
             changed: the inputs that differ from those of the call.
@@ -179,14 +191,21 @@ class UnmixedModel:
             yield
 
     def _run(
-        self, changed: Mapping[str, Tensor], last: tuple[str, int] | None, noise: TokenNoise | None = None
+        self,
+        changed: Mapping[str, Tensor],
+        last: tuple[str, int] | None,
+        noise: TokenNoise | None = None,
+        *,
+        keeps_newest: bool = False,
     ) -> _KeyReader:
-        self.report(self.runs)
+        self.expected = max(self.expected, self.runs + 1)
+        self.report(self.runs, self.expected)
         self.runs += 1
         torch.set_rng_state(self.random_state)
-        reader = _KeyReader(self.tracker, self.names, last, noise)
+        reader = _KeyReader(self.tracker, self.names, last, noise, keeps_newest)
         with apply_change(reader), suppress(_LayerReachedError):
-            self.model(**{**self.inputs, **changed})
+            given = {**self.inputs, **changed}  # pixels that were expanded from one column take memory in a run only
+            self.model(**{name: each.contiguous() if name == PIXELS else each for name, each in given.items()})
         return reader
 
     def own_tokens(self, last: tuple[str, int], placed: Tensor) -> dict[str, Tensor]:
@@ -206,26 +225,33 @@ class UnmixedModel:
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.is_floating_point()
         ]
-        parameters = [parameter for *_, parameter in known]
-        with torch.enable_grad(), Undo() as undo:
-            for parameter in parameters:
-                undo.set_attribute(parameter, "requires_grad", value=True)
-            keys = self._run({}, last).newest.transpose(1, 2).flatten(2)
-            if keys.shape[:2] != placed.shape or not keys.requires_grad:
-                return {}
-            random = torch.rand(keys.shape, generator=torch.Generator().manual_seed(7)).to(keys)
-            of_pictures, of_others = (
-                torch.autograd.grad((keys * random)[some].sum(), parameters, retain_graph=True, allow_unused=True)
-                for some in (placed, ~placed)
-            )
+        decides = self._parameters_of_keys([parameter for *_, parameter in known], last, placed)
         base, found = self.keys({}, last)[last[0]], {}
-        for (module, name, parameter), picture, other in zip(known, of_pictures, of_others, strict=True):
-            if other is None or not bool(other.any()) or (picture is not None and bool(picture.any())):
+        for (module, name, parameter), (picture, other) in zip(known, decides, strict=False):
+            if picture or not other:
                 continue
             with Undo() as undo:  # a new parameter, because graphs of the caller may hold this one
                 undo.set_attribute(module, name, nn.Parameter(torch.rand_like(parameter), requires_grad=False))
                 found[name] = (self.keys({}, last)[last[0]].difference(base) > 0).any(0)
         return found
+
+    def _parameters_of_keys(
+        self, parameters: list[nn.Parameter], last: tuple[str, int], placed: Tensor
+    ) -> list[tuple[bool, bool]]:
+        """Return whether each parameter decides keys that are `placed`, and others; [] where this is unknown."""
+        with torch.enable_grad(), Undo() as undo:
+            for parameter in parameters:
+                undo.set_attribute(parameter, "requires_grad", value=True)
+            keys = self._run({}, last, keeps_newest=True).newest.transpose(1, 2).flatten(2)
+            if keys.shape[:2] != placed.shape or not keys.requires_grad:
+                return []
+            random = torch.rand(keys.shape, generator=torch.Generator().manual_seed(7)).to(keys)
+            found = []
+            for some in (placed, ~placed):
+                weights = random.masked_fill(~some[:, :, None].to(keys.device), 0)
+                gradients = torch.autograd.grad(keys, parameters, weights, retain_graph=True, allow_unused=True)
+                found.append([each is not None and bool(each.any()) for each in gradients])
+        return list(zip(*found, strict=True))
 
 
 @contextmanager
@@ -233,7 +259,7 @@ def without_attention(
     model: nn.Module,
     inputs: Mapping[str, Any],
     random_state: Tensor | None = None,
-    report: Callable[[int], None] = lambda _: None,
+    report: Callable[[int, int], None] = lambda done, expected: None,
 ) -> Iterator[UnmixedModel]:
     """Put a model in eval mode, and restore its mode and torch's random state afterwards.
 
@@ -241,7 +267,7 @@ def without_attention(
         model: the model.
         inputs: the arguments of its call; outputs that are not needed and an empty cache are left out.
         random_state: the state of torch's random numbers when the call began; None takes the current one.
-        report: called with the number of runs so far, before each run.
+        report: called with the numbers of runs so far, and of those that are expected, before each run.
 
     Raises:
         ArgumentError: the call continues a cache.
