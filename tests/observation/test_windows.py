@@ -15,7 +15,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 import multihead as mh
-from multihead.observation.layer_names import _are_adjacent_in_memory
+from multihead.observation.layer_names import _are_adjacent, _memory_of
 from multihead.observation.record import Record
 from multihead.probes import Probe
 from multihead.record.table import CHANCE_SUFFIX
@@ -134,12 +134,24 @@ def test_the_chance_of_windows_is_that_of_each_alone(run: Any) -> None:
 
 
 def test_only_the_next_rows_of_the_same_tensor_follow() -> None:
+    def follow(rows: Tensor, later: Tensor) -> bool:
+        return _are_adjacent(_memory_of(rows), _memory_of(later))
+
     for whole in (torch.zeros(1, 4, 6, 8), torch.zeros(1, 6, 4, 8).transpose(1, 2)):
-        assert _are_adjacent_in_memory(whole[:, :, :2], whole[:, :, 2:5])
-        assert not _are_adjacent_in_memory(whole[:, :, :2], whole[:, :, 3:5])
-        assert not _are_adjacent_in_memory(whole[:, :, 2:4], whole[:, :, :2])
-        assert not _are_adjacent_in_memory(whole[:, :2], whole[:, 2:])
-        assert not _are_adjacent_in_memory(whole[:, :, :2], whole.clone()[:, :, 2:4])
+        assert follow(whole[:, :, :2], whole[:, :, 2:5])
+        assert not follow(whole[:, :, :2], whole[:, :, 3:5])
+        assert not follow(whole[:, :, 2:4], whole[:, :, :2])
+        assert not follow(whole[:, :2], whole[:, 2:])
+        assert not follow(whole[:, :, :2], whole.clone()[:, :, 2:4])
+        assert not follow(whole, whole)
+
+
+def test_rows_of_a_tensor_that_was_freed_are_followed_by_none_at_its_address() -> None:
+    whole = torch.zeros(1, 4, 6, 8)
+    address, rows = whole.data_ptr(), _memory_of(whole[:, :, :2])
+    del whole
+    again = next((each for each in (torch.zeros(1, 4, 6, 8) for _ in range(9)) if each.data_ptr() == address), None)
+    assert again is None or not _are_adjacent(rows, _memory_of(again[:, :, 2:4]))
 
 
 @pytest.mark.parametrize(("texts", "pictures"), [(1, 3), (4, 2)])

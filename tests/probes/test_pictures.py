@@ -5,6 +5,7 @@ A row has a class token, two registers, a picture of 2 x 3 patches and one of 3 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -164,11 +165,13 @@ def test_a_watch_has_them_and_their_kinds(read: Any) -> None:
     assert watch.numbers["heads/kind/neighbours"] == watch.numbers["heads/kind/one_way"] == 0
 
 
-def test_a_watch_of_a_model_of_texts_and_a_census_have_none_and_say_so() -> None:
-    with pytest.raises(mh.errors.ProbeError) as caught:
-        mh.Watch(mh.MultiHeadAttention(8, 2), probes="one_way_mass")
-    finding = "one_way_mass needs pictures, which the model does not take as pixel_values. Leave it out."
-    assert str(caught.value) == finding
+def test_a_model_of_texts_and_a_census_have_none_and_say_so() -> None:
+    model = mh.MultiHeadAttention(8, 2)
+    for use in (partial(mh.Watch, model), lambda probes: mh.observe(model, probes=probes).__enter__()):
+        with pytest.raises(mh.errors.ProbeError) as caught:
+            use(probes="one_way_mass")
+        finding = "one_way_mass needs pictures, which the model does not take as pixel_values. Leave it out."
+        assert str(caught.value) == finding
     with pytest.raises(mh.errors.ProbeError) as caught:
         census_probes("words_mass")
     assert str(caught.value) == "words_mass needs pictures, and a census reads texts. Leave it out."

@@ -24,6 +24,7 @@ from multihead.observation.picture_calls import (
     PictureCall,
     PictureCalls,
     modules_with_pictures,
+    reject_picture_probe,
 )
 from multihead.observation.places import Progress
 from multihead.observation.record import Record
@@ -77,9 +78,10 @@ def observe(
             with the kinds of the heads, so that a loop over any number of batches takes constant memory.
         probes: the statistics, by name or as values such as `probes.offset_mass(-5)`; None takes the ones that cost
             next to nothing, `multihead.probes.DEFAULT`. A probe is skipped for calls that lack an input of the probe:
-            token ids, special tokens, an output projection or learned sinks, or places in pictures. Those of
-            pictures are among the default ones of a model that takes pictures; with keep="statistics" or "summary"
-            places are measured before a call runs, once for calls that are equal apart from the pixels.
+            token ids, special tokens, an output projection or learned sinks, or places in pictures. A model that takes
+            no pictures rejects those of pictures, unless all of `multihead.probes.PROBES` are given; one that takes
+            some has them among its default ones. With keep="statistics" or "summary" places are measured before a call
+            runs, once for calls that are equal apart from the pixels.
         special_ids: the token ids that `special_mass` counts, such as the ids of [CLS] and [SEP]; by default the
             special ids of the tokenizer, if there is one.
         tokenizer: a Hugging Face tokenizer that names the tokens of the texts, see `Record.name_tokens`.
@@ -98,7 +100,7 @@ def observe(
     Raises:
         ModelError: `model` is not a module, its family is not supported, or a name in `layers` matches no module; at
             the end: no attention call was captured, or one of `layers` matches no layer that ran.
-        ArgumentError, ProbeError: an option that does not exist.
+        ArgumentError, ProbeError: an option that does not exist, or a probe of pictures of a model that takes none.
 
     >>> import torch
     >>> import multihead as mh
@@ -163,6 +165,9 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
     named = resolve_probes((*(() if probes is None else resolve_probes(probes)), *probes_of(kinds)))
     asked = any(needs_pictures(probe) for probe in named)
     takes_pictures = (asked or options.names_pictures) and bool(modules_with_pictures(root))
+    if not takes_pictures and not PROBES.keys() <= {probe.name for probe in named}:
+        for probe in named:  # who names all probes names those of other models too
+            reject_picture_probe(probe)
     of_models = PICTURE_PROBES if options.names_pictures and takes_pictures else ()
     chosen = resolve_probes((*DEFAULT, *of_models, *named)) if probes is None else named
     # What keys receive in several calls is added before a statistic is computed from it.

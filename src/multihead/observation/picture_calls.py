@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import MultiheadError
+from multihead.errors import MultiheadError, ProbeError
 from multihead.models.pretrained import pretrained_models
 from multihead.observation.picture_units import PIXELS, copy_pictures
 from multihead.observation.places import LayerPlaces, Progress, measure_places
+from multihead.probes.catalogue import needs_pictures
 from multihead.probes.places import PlaceTable
 from multihead.probes.probe import Probe
 from multihead.record.grey_copies import Picture
@@ -173,6 +174,12 @@ class PictureCall:
             return None
         tokens, numbers = found[number]
         return replace(tokens, pictures=tuple(self.pictures[each] for each in numbers) if self.pictures else ())
+
+
+def reject_picture_probe(probe: Probe) -> None:
+    """Raise a ProbeError if a probe of a model that takes no pictures needs them."""
+    if needs_pictures(probe):
+        raise ProbeError(f"{probe.name} needs pictures, which the model does not take as {PIXELS}.", "Leave it out.")
 
 
 def modules_with_pictures(root: nn.Module) -> dict[str, nn.Module]:

@@ -19,7 +19,7 @@ from multihead.kinds import KINDS, Kind, check_kinds, kinds_named, probes_of
 from multihead.locale.escaping import escape_controls
 from multihead.models.trainer import call_around_steps
 from multihead.observation.observe import Options, record_calls
-from multihead.observation.picture_calls import PictureCall, modules_with_pictures
+from multihead.observation.picture_calls import PictureCall, modules_with_pictures, reject_picture_probe
 from multihead.observation.picture_units import PIXELS
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
@@ -117,10 +117,8 @@ class Watch:
                 raise ProbeError(
                     f"{probe.name} has no mean over the queries of a head.", f'Give probes such as "{ENTROPY.name}".'
                 )
-            if needs_pictures(probe) and not takes_pictures:
-                raise ProbeError(
-                    f"{probe.name} needs pictures, which the model does not take as {PIXELS}.", "Leave it out."
-                )
+            if not takes_pictures:
+                reject_picture_probe(probe)
         self.step = 0
         self.numbers: dict[str, float] = {}
         self.series = TimeSeries(watched_kinds=self.kinds)
