@@ -161,6 +161,22 @@ def test_the_page_has_the_effects_the_heads_together_and_the_texts(folder: Path,
         assert {row["kind"] for row in of_heads} != {None}
 
 
+def test_the_png_is_the_plot_of_a_record(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "heads.png"
+    result = run(str(folder / "llama"), *PROMPTS, "--gradient", "--png", str(file))
+    assert result.stdout.splitlines()[-1] == f"Picture of all heads: {file}", result.output
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_seed_draws_the_heads_and_the_other_texts(folder: Path) -> None:
+    def draws(*args: str) -> list[tuple[str, float]]:
+        rows = rows_of(str(folder / "llama"), *PROMPTS, "--heads-off", "1", "--by", "resample", *args)
+        return [(row["heads"], row["effect"]) for row in rows if row["set"] == "draw"]
+
+    assert draws("--seed", "0") == draws() != draws("--seed", "1")
+
+
 def test_heads_that_do_nothing_have_an_empty_picture_and_are_not_beyond_the_draws(folder: Path) -> None:
     result = run(str(folder / "silent"), *PROMPTS, "--heads-off", "2")
     assert "L1  ·  ·  ·  ·\n" in result.stdout

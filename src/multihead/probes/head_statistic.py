@@ -53,6 +53,11 @@ class HeadStatistic(Statistic):
     better: str = field(default="", kw_only=True, repr=False)
     together: HeadsTogether | None = field(default=None, kw_only=True, repr=False)
 
+    @property
+    def has_sign(self) -> bool:
+        """Whether numbers may be below 0; if not, a distance from 0 in standard errors means nothing."""
+        return self.what != "sensitivity"
+
     def translated_label(self, lang: str) -> str:
         """Return the label in a language.
 

@@ -97,6 +97,12 @@ class NumbersOverTexts:
         return sum(int(values.isfinite().sum()) for values in self.means)
 
     @property
+    def within_errors(self) -> list[Tensor]:
+        """Which means are at most two standard errors from 0: per layer (heads, ...) bool, none for one text."""
+        pairs = zip(self.means, self.errors, strict=True)
+        return [mean.abs() <= STANDARD_ERRORS * error for mean, error in pairs]
+
+    @property
     def beyond_errors(self) -> int:
         """Number of heads whose mean is more than two standard errors from 0."""
         pairs = zip(self.means, self.errors, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ MAX_GRID_MAP_CELLS = 96  # largest number of rows and columns of each map in a g
 _COLOURS_OF_SCALE = (
     "#FBFAF7 #BFDFF1 #86C2E6 #54A3DA #387FCA #325AB4 #32388E #281E5E #150D2C"  # the colours of static/shared/colour.js
 )
+_COLOURS_OF_SIGNED_SCALE = "#7F3203 #C7692C #EEB88C #FBFAF7 #98CCEB #458ACE #2D4498"  # orange below 0, blue above
 _COLOUR_OF_HIDDEN_CELLS = "#E4E2DC"
 
 
@@ -81,14 +82,22 @@ def plot_map(
 
 
 def plot_statistic(
-    layers: Sequence[LayerRecord], shown: Statistic, values: Mapping[int, Tensor], *, ax: Any = None
+    layers: Sequence[LayerRecord],
+    shown: Statistic,
+    values: Mapping[int, Tensor],
+    *,
+    hatched: Mapping[int, Tensor] | None = None,
+    ax: Any = None,
 ) -> Any:
     """Draw a statistic of all heads, one row per layer and one column per head.
+
+    Values below 0 have a signed scale, linear in the square root of the size, as on the page.
 
     Args:
         layers: the layers that have the statistic.
         shown: the statistic.
         values: number of a layer -> (heads,).
+        hatched: number of a layer -> (heads,) bool, the cells that are hatched; None for none.
         ax: the matplotlib axes to draw on; None makes new ones.
 
     Returns:
@@ -105,13 +114,37 @@ def plot_statistic(
     if ax is None:
         size = (1.5 + 0.4 * min(heads, 32), 1.5 + 0.3 * min(len(layers), 48))
         ax = plt.subplots(figsize=size, layout="constrained")[1]
-    image = ax.imshow(cells, cmap=report_colormap(), aspect="auto", vmin=min(0.0, float(np.nanmin(cells))))
+    end = float(np.nanmax(np.abs(cells))) if (cells < 0).any() else None  # of a signed scale
+    scale = {"cmap": report_colormap(), "vmin": 0.0} if end is None else _signed_scale(end)
+    image = ax.imshow(cells, aspect="auto", **scale)
+    for row, layer in enumerate(layers):
+        for head in [] if hatched is None else hatched[layer.number].nonzero()[:, 0].tolist():
+            ax.add_patch(_hatched_cell(row, head))
     ax.set(xlabel="head", ylabel="layer", title=shown.label)
     ax.set_xticks(range(0, heads, max(1, heads // 16)))
     step = max(1, len(layers) // 24)
     ax.set_yticks(range(0, len(layers), step), [str(layer.number) for layer in layers[::step]])
-    ax.figure.colorbar(image, ax=ax, label=shown.heading)
+    marks = {} if end is None else {"ticks": [share * end for share in (-1, -0.25, 0, 0.25, 1)], "format": "%.2g"}
+    ax.figure.colorbar(image, ax=ax, label=shown.heading, **marks)
     return ax
+
+
+def _signed_scale(end: float) -> dict[str, Any]:
+    """Return the colours of an image, and its scale from -end to end, linear in the square root of the size."""
+    from matplotlib.colors import FuncNorm
+
+    def root(values: Any) -> Any:
+        return np.sign(values) * np.sqrt(np.abs(values))
+
+    ramp = _ramp("multihead signed", _COLOURS_OF_SIGNED_SCALE)
+    return {"cmap": ramp, "norm": FuncNorm((root, lambda values: values * np.abs(values)), -end, end)}
+
+
+def _hatched_cell(row: int, column: int) -> Any:
+    """Return the hatching of a cell, which lies over its colour."""
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, hatch="////", edgecolor="#8A93A0", linewidth=0)
 
 
 def plot_grid(layers: Sequence[LayerRecord], sample: int) -> Any:
@@ -166,11 +199,23 @@ def import_pyplot() -> Any:
     return plt
 
 
+def save_png(draw: Callable[[], Any], file: str) -> None:
+    """Write what a function draws, which returns its axes, as a PNG file; no window opens."""
+    import matplotlib as mpl
+
+    mpl.use("agg", force=False)
+    draw().figure.savefig(file, format="png", dpi=120)
+
+
 def report_colormap() -> Any:
     """Return the colormap of the report and the viewer, from white (paper) to dark blue (ink)."""
+    return _ramp("multihead", _COLOURS_OF_SCALE)
+
+
+def _ramp(name: str, colours: str) -> Any:
     from matplotlib.colors import LinearSegmentedColormap
 
-    ramp = LinearSegmentedColormap.from_list("multihead", _COLOURS_OF_SCALE.split())
+    ramp = LinearSegmentedColormap.from_list(name, colours.split())
     return ramp.with_extremes(bad=_COLOUR_OF_HIDDEN_CELLS)  # hidden cells, which are NaN, are grey
 
 

@@ -22,7 +22,6 @@ MOST_IMPORTANT = 10
 """Number of heads that are listed as those that matter most."""
 
 SHARES = ("recovered", "lost")  # of pairs of texts
-UNSIGNED = "sensitivity"  # numbers that are never below 0, so that a distance from 0 in standard errors means nothing
 
 
 def describe_head_numbers(record: Record, lang: str) -> list[HeadNumbers]:
@@ -43,7 +42,7 @@ def _describe(record: Record, shown: HeadStatistic, lang: str) -> HeadNumbers:
         ]
     )
     words = {key: escape_controls(value) for key, value in shown.words(lang).items()}
-    hatches = texts > 1 and shown.what != UNSIGNED
+    hatches = texts > 1 and shown.has_sign
     return {
         "id": shown.name,
         "name": text(f"viewer.important.name.{shown.what}", lang),
@@ -71,7 +70,7 @@ def _describe(record: Record, shown: HeadStatistic, lang: str) -> HeadNumbers:
 
 def _sentence(shown: HeadStatistic, numbers: NumbersOverTexts, lang: str) -> str:
     """Return how many heads are beyond chance; of estimates also that they are estimates."""
-    if shown.what == UNSIGNED:
+    if not shown.has_sign:
         return text("viewer.important.unsigned", lang, texts=numbers.texts, heads=numbers.num_heads)
     if shown.what in SHARES:
         return numbers.describe(lang, pairs=True) if numbers.num_heads else text("viewer.important.no gap", lang)

@@ -18,6 +18,7 @@ from multihead.observation.record import Record
 from multihead.probes.catalogue import DEFAULT, POOLED_MAP
 from multihead.probes.choices import MARGINS_OF_MAP
 from multihead.record.pictures import read_by_query
+from multihead.record.plots import save_png
 
 MAX_PICTURE_TOKENS = 4096
 """The largest number of tokens that pictures may become, unless more is allowed."""
@@ -136,10 +137,6 @@ def opening_head(record: Record) -> OpeningHead:
 
 def save_picture(run: PictureRun, file: str) -> OpeningHead:
     """Save the first picture, with what the opening head reads of it, as a PNG file."""
-    import matplotlib as mpl
-
-    mpl.use("agg", force=False)
     opening = opening_head(run.record)
-    axes = run.record.plot_image(*opening, image=run.images[0])
-    axes.figure.savefig(file, format="png", dpi=120)
+    save_png(lambda: run.record.plot_image(*opening, image=run.images[0]), file)
     return opening
