@@ -37,6 +37,14 @@ export const elementsIn = (box, selector) => [...box.querySelectorAll(selector)]
 export const elementAround = (event, selector) =>
   event.target instanceof Element ? event.target.closest(selector) : null;
 
+// The link that a click opens in this page, which the caller does; null for one that opens another tab.
+export function takeLink(event) {
+  const link = elementAround(event, 'a');
+  if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return null;
+  event.preventDefault();
+  return link;
+}
+
 /**
  * Whether a key is pressed for the element that has the focus, which reads text or has keys of its own.
  * @param {KeyboardEvent} event
@@ -52,6 +60,25 @@ export function translate(key, values = {}) {
     Object.hasOwn(values, name) ? String(values[name]) : placeholder,
   );
 }
+
+// Buttons of which one is chosen, by its place. pick(place) chooses another one and draws them again; it has the focus.
+export const choiceButtons = (label, words, chosen, pick, titles = []) =>
+  el(
+    'span',
+    { className: 'seg', role: 'group', 'aria-label': label },
+    ...words.map((textContent, place) =>
+      el('button', {
+        textContent,
+        ...(titles[place] && { title: titles[place] }),
+        'aria-pressed': String(place === chosen),
+        onclick: event => {
+          const box = elementAround(event, '[id]');
+          pick(place);
+          elementIn(box, `[aria-label="${CSS.escape(label)}"] [aria-pressed=true]`)?.focus();
+        },
+      }),
+    ),
+  );
 
 // A note with a progress bar, until an answer arrives.
 export const waitingNote = () =>

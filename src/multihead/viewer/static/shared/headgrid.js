@@ -1,6 +1,6 @@
 // The grid of all heads without its contents: its size, a heading above each column of layers, and a row for each
 // layer.
-import { el, translate } from './dom.js';
+import { el, elementIn, elementsIn, translate } from './dom.js';
 import { roleName } from './kinds.js';
 
 const BETWEEN = 28; // pixels between columns
@@ -96,4 +96,13 @@ export function drawHeads(box, list, shape, cell, finish = (_row, _layer) => {})
     rows.push(row);
   });
   box.replaceChildren(...rows);
+  box.style.setProperty('--paperzoom', String(Math.min(1, 690 / box.offsetWidth))); // on A4
+}
+
+// Make one head of a grid the one that Tab reaches; returns its cell.
+export function letTabReach(box, i) {
+  for (const cell of elementsIn(box, 'a[tabindex="0"]')) cell.tabIndex = -1;
+  const cell = elementIn(box, `[data-i="${i}"]`);
+  if (cell) cell.tabIndex = 0;
+  return cell;
 }

@@ -1,6 +1,6 @@
 // The legend of the colours, with numbers, the choice of the scale, and what a cell of a map is.
 import { colourOfTone, SCALES, sizeCanvas, toneOf } from './colour.js';
-import { el, NBSP, translate } from './dom.js';
+import { choiceButtons, el, NBSP, translate } from './dom.js';
 import { formatExact } from './numbers.js';
 
 export function colourRamp(lut, width, height = 10) {
@@ -64,18 +64,9 @@ export const signedRamp = (width, end, form = formatExact, scale = 'linear') =>
   ]);
 
 export function scaleChoice(chosen, choose) {
-  return el(
-    'span',
-    { className: 'seg', role: 'group', 'aria-label': translate('scale.label') },
-    ...Object.keys(SCALES).map(name =>
-      el('button', {
-        textContent: translate('scale.' + name),
-        'aria-pressed': String(name === chosen),
-        title: translate('scale.hint.' + name),
-        onclick: () => choose(name),
-      }),
-    ),
-  );
+  const names = Object.keys(SCALES);
+  const [words, titles] = ['scale.', 'scale.hint.'].map(key => names.map(name => translate(key + name)));
+  return choiceButtons(translate('scale.label'), words, names.indexOf(chosen), n => choose(names[n]), titles);
 }
 
 // What a cell of a map is: one weight, or the mean of a block of weights [rows, columns].

@@ -1,7 +1,7 @@
 // The grid of all heads: layers down, heads across, in as many columns of layers as fit into the window.
 import { cssVariable, endOfRootScale, hatchingPattern, sizeCanvas } from '../shared/colour.js';
-import { $, el, elementAround, elementIn, elementsIn, translate } from '../shared/dom.js';
-import { drawHeads, fitGrid } from '../shared/headgrid.js';
+import { $, el, elementIn, elementsIn, takeLink, translate } from '../shared/dom.js';
+import { drawHeads, fitGrid, letTabReach } from '../shared/headgrid.js';
 import { root } from '../shared/host.js';
 import { glyphElement, roleName } from '../shared/kinds.js';
 import { isSingle } from '../shared/legend.js';
@@ -117,13 +117,9 @@ export function drawGridOfHeads(/** @type {Sample} */ record, passes, goTo) {
       row.firstChild.after(el('canvas', { className: 'ink', 'aria-hidden': 'true' }));
     },
   );
-  box.style.setProperty('--paperzoom', String(Math.min(1, 690 / box.offsetWidth))); // on A4
   box.onclick = event => {
-    const link = elementAround(event, 'a');
-    if (link && !event.ctrlKey && !event.metaKey && !event.shiftKey) {
-      event.preventDefault();
-      goTo(+link.dataset.i);
-    }
+    const link = takeLink(event);
+    if (link) goTo(+link.dataset.i);
   };
   fadeHeads(passes);
   watching(record);
@@ -277,25 +273,18 @@ export function thumbnailOf(record, i, size, map = mapOf(record, i), top = scale
 
 function point(i) {
   lit = i;
-  for (const link of elementsIn($('grid'), 'a[tabindex="0"]')) link.tabIndex = -1;
-  const link = elementIn($('grid'), `[data-i="${i}"]`);
-  if (link) link.tabIndex = 0;
+  const cell = letTabReach($('grid'), i);
   gridListeners.pointed(i);
+  return cell;
 }
 export const litHead = () => lit;
-export function focusHead(i, options = {}) {
-  point(i);
-  elementIn($('grid'), `[data-i="${i}"]`)?.focus(options);
-}
+export const focusHead = (i, options = {}) => point(i)?.focus(options);
 
 // Return from the page of a head: it is selected and in sight, and focused if the keyboard is in use.
 export function returnToHead(i, focus) {
-  if (focus) {
-    focusHead(i);
-    return;
-  }
-  point(i);
-  elementIn($('grid'), `[data-i="${i}"]`)?.scrollIntoView({ block: 'nearest' });
+  const cell = point(i);
+  if (focus) cell?.focus();
+  else cell?.scrollIntoView({ block: 'nearest' });
 }
 
 export const headLink = (/** @type {Sample} */ record, i) =>

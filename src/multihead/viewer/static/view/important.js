@@ -1,8 +1,18 @@
 // The panel "Which heads matter" on the page of all heads: each head coloured by its number, an exact effect or an
 // estimate by its name, those that matter most, and what they do together.
 import { paintElement, toneOf } from '../shared/colour.js';
-import { $, el, elementAround, elementIn, elementsIn, NBSP, translate } from '../shared/dom.js';
-import { drawHeads, fitGrid } from '../shared/headgrid.js';
+import {
+  $,
+  choiceButtons,
+  el,
+  elementAround,
+  elementIn,
+  elementsIn,
+  NBSP,
+  takeLink,
+  translate,
+} from '../shared/dom.js';
+import { drawHeads, fitGrid, letTabReach } from '../shared/headgrid.js';
 import { root } from '../shared/host.js';
 import { kindTags } from '../shared/kinds.js';
 import { signedRamp } from '../shared/legend.js';
@@ -83,21 +93,10 @@ function switchOfNumbers() {
   const several = new Set(record.important.map(each => each.of)).size > 1;
   const named = each => (several ? [each.name, each.of].join(translate('join.facts')) : each.name);
   $('importantchoice').replaceChildren(
-    el(
-      'span',
-      { className: 'seg', role: 'group', 'aria-label': translate('important.choice') },
-      ...record.important.map(each =>
-        el('button', {
-          textContent: named(each),
-          'aria-pressed': String(each === chosen),
-          onclick: () => {
-            choose(each);
-            saveAddress();
-            elementIn($('importantchoice'), '[aria-pressed=true]').focus();
-          },
-        }),
-      ),
-    ),
+    choiceButtons(translate('important.choice'), record.important.map(named), record.important.indexOf(chosen), n => {
+      choose(record.important[n]);
+      saveAddress();
+    }),
   );
 }
 
@@ -115,7 +114,6 @@ function drawGrid() {
   const shape = fitGrid(record, $('importantbox').clientWidth - 8, { phone, high: HIGH, low: 0, largest: LARGEST });
   const end = endOfScale();
   drawHeads(box, record, shape, i => cellOf(i, end));
-  box.style.setProperty('--paperzoom', String(Math.min(1, 690 / box.offsetWidth))); // on A4
   if (held) focusLit();
   read(-1);
 }
@@ -141,9 +139,8 @@ function cellOf(i, end) {
 }
 const cellAt = i => elementIn($('importantgrid'), `[data-i="${i}"]`);
 function light(i) {
-  for (const cell of elementsIn($('importantgrid'), 'a[tabindex="0"]')) cell.tabIndex = -1;
   lit = i;
-  cellAt(i).tabIndex = 0;
+  letTabReach($('importantgrid'), i);
   read(i);
 }
 const focusLit = () => cellAt(lit)?.focus({ preventScroll: true });
@@ -171,9 +168,8 @@ export function returnToImportant(i, focus) {
 }
 
 $('important').onclick = event => {
-  const link = elementAround(event, 'a');
-  if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
-  event.preventDefault();
+  const link = takeLink(event);
+  if (!link) return;
   opened = $('mostheads').contains(link) ? $('mostheads') : $('importantgrid');
   goTo(Number(link.dataset.i));
 };

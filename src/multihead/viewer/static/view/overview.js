@@ -1,6 +1,6 @@
 // The page of all heads: title and facts, the text, the findings, filter and kinds, the grid with its inspector, the
 // table, the definitions.
-import { $, el, elementIn, NBSP, translate, waitingNote } from '../shared/dom.js';
+import { $, choiceButtons, el, elementIn, NBSP, translate, waitingNote } from '../shared/dom.js';
 import { explainNoMatch, passesFilter } from '../shared/filter.js';
 import { colourOfKind, isOutlineKind } from '../shared/kindlist.js';
 import { alignmentTag, kindChips, kindTags, pathLine } from '../shared/kinds.js';
@@ -145,23 +145,16 @@ function findingsOfAll(run) {
   return together.get(run);
 }
 function choiceOfTexts(/** @type {RunDescription} */ { samples, texts }) {
-  const choice = (all, words) =>
-    el('button', {
-      textContent: words,
-      'aria-pressed': String(ofAll === all),
-      onclick: () => {
-        ofAll = all;
-        findings();
-        elementIn($('findsof'), '[aria-pressed=true]').focus();
-      },
-    });
   const n = formatCount(samples[record.sample].number);
   $('findsof').replaceChildren(
-    el(
-      'span',
-      { className: 'seg', role: 'group', 'aria-label': translate('findings') },
-      choice(true, translate('over all texts', { texts: formatCount(texts) })),
-      choice(false, translate('on text', { n })),
+    choiceButtons(
+      translate('findings'),
+      [translate('over all texts', { texts: formatCount(texts) }), translate('on text', { n })],
+      ofAll ? 0 : 1,
+      place => {
+        ofAll = place === 0;
+        findings();
+      },
     ),
     el('span', { className: 'note', textContent: ofAll ? translate('maps of text', { n }) : '' }),
   );

@@ -2,7 +2,7 @@
 // the same in every head. A patch, the class token and each word can be the query; a word that the model has generated
 // stands for the row that predicted it.
 import { paintElement } from '../shared/colour.js';
-import { $, el, elementAround, elementIn, elementsIn, translate, waitingNote } from '../shared/dom.js';
+import { $, choiceButtons, el, elementAround, elementIn, elementsIn, translate, waitingNote } from '../shared/dom.js';
 import { drawHeads, widthOfLabels } from '../shared/headgrid.js';
 import { HeadList } from '../shared/headlist.js';
 import { root } from '../shared/host.js';
@@ -136,21 +136,6 @@ function drawPanel() {
 
 // Buttons for the texts of layers, and for the pictures and their views.
 function choices() {
-  const group = (label, names, chosen, pick) =>
-    el(
-      'span',
-      { className: 'seg', role: 'group', 'aria-label': label },
-      ...names.map((words, n) =>
-        el('button', {
-          textContent: words,
-          'aria-pressed': String(n === chosen),
-          onclick: () => {
-            pick(n);
-            elementIn($('placechoice'), `[aria-label="${label}"] [aria-pressed=true]`).focus();
-          },
-        }),
-      ),
-    );
   const reader = ({ keys, groups }) =>
     keys < groups.length ? 'crosses' : groups.some(group => group > CLASS) ? 'words' : 'encoder';
   const layers = each => translate(`picture.${reader(each)} of`, { first: each.layers[0], last: each.layers.at(-1) });
@@ -165,11 +150,11 @@ function choices() {
   const texts = record.pictures;
   $('placechoice').replaceChildren(
     ...(texts.length > 1
-      ? [group(translate('picture.texts'), texts.map(layers), texts.indexOf(part), n => showText(texts[n]))]
+      ? [choiceButtons(translate('picture.texts'), texts.map(layers), texts.indexOf(part), n => showText(texts[n]))]
       : []),
     ...(views.length > 1
       ? [
-          group(translate('picture.views'), views.map(nameOfView), shown, n => {
+          choiceButtons(translate('picture.views'), views.map(nameOfView), shown, n => {
             shown = n;
             pointed = -1;
             choices();
