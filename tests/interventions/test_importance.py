@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead.errors import ArgumentError, ModelError
-from multihead.interventions import sweep
+from multihead.interventions import prepared
 from multihead.interventions.importance import EffectsOfLayer
 from multihead.record.head_numbers import chance_beyond
 from tests.families import ENCODER, TEXT, batch_of, family
@@ -160,7 +160,7 @@ def test_any_batching_any_replacement_and_any_memory_give_the_effects_of_ablate(
         return torch.stack(found, 1) - before[:, None]
 
     for by, name, most in (("zero", "zero", 1 << 28), (vector, "vector", 1), (shift, "function", 1 << 28)):
-        monkeypatch.setattr(sweep, "_MAX_BYTES", most)
+        monkeypatch.setattr(prepared, "_MAX_BYTES", most)
         found = mh.importance(model, batches, by=by, progress=steps.append, **options)
         chosen = torch.cat([found.effects_of_texts[layer.name] for layer in found.layers], 1)
         assert (found.texts, found.by) == (5, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -10,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import multihead as mh
-from multihead.errors import ModelError
-from multihead.interventions.predictions import token_losses
+from multihead.interventions import prepared
+from multihead.interventions.followed import run_followable
+from multihead.interventions.measures import SeveralMeasures
+from multihead.interventions.replacements import ScaledOutput
 from multihead.interventions.replay import Replay
-from multihead.interventions.sweep import SweptLayer, sweep_layers
 from multihead.models.pretrained import pretrained_models
 from tests.interventions.tiny_models import DECODERS, batch, double
 
@@ -28,11 +28,6 @@ def read(model: Any, inputs: dict[str, Tensor]) -> tuple[Replay, Tensor]:
     with torch.no_grad(), replay.store_block_outputs():
         before = outputs(model, inputs)
     return replay, before
-
-
-def swept(record: mh.Record, texts: int = 2) -> list[SweptLayer]:
-    """All heads of all layers of a record."""
-    return [SweptLayer(each.number, each.name, each.num_heads, range(each.num_heads), texts) for each in record.layers]
 
 
 def outputs(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -102,56 +97,25 @@ def test_a_block_that_runs_several_times_is_not_replayed(monkeypatch: pytest.Mon
     assert not replay.check_exactness(lambda: outputs(model, inputs), before)
 
 
-@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("copies", [1, 4])
 @pytest.mark.parametrize("replays", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bert"])
-def test_a_sweep_equals_a_run_per_head(name: str, replays: bool, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_effects_on_all_outputs_are_those_of_a_run_per_head(
+    name: str, replays: bool, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, inputs = double(name, monkeypatch), batch(name, padding="right")
-    replay, before = read(model, inputs)
-    replay.is_exact = replays
-    with torch.no_grad(), mh.observe(model, probes=()) as seen:
-        outputs(model, inputs)
-
-    def measure(given: Any, copies: int) -> Tensor:
-        return outputs(model, given).unflatten(0, (copies, -1)).flatten(1)
-
-    found = list(sweep_layers(replay, inputs, swept(seen), measure, copies=copies))
-    assert [each.number for each, _ in found] == [layer.number for layer in seen.layers]
-    for layer, (_, results) in zip(seen.layers, found, strict=True):
-        assert len(results) == layer.num_heads
+    _, before = read(model, inputs)
+    whole = SeveralMeasures(lambda output, _: output[0].flatten(1), "outputs")
+    monkeypatch.setattr(prepared, "_MAX_BYTES", prepared._MAX_BYTES if copies > 1 else 1)
+    with torch.no_grad(), run_followable(model):
+        one = prepared.prepare(model, inputs, whole)
+        one.replay.is_exact = replays
+        found = list(one.effects(ScaledOutput()))
+    assert one.copies == copies
+    for layer, effects in found:
+        assert effects.shape[1] == layer.num_heads
         for head in range(layer.num_heads):
             with torch.no_grad(), mh.ablate(model, (layer.number, head)):
-                one = outputs(model, inputs)
-            assert not torch.equal(one, before)
-            torch.testing.assert_close(results[head], one.flatten(), rtol=0, atol=1e-12)
-
-
-def test_the_losses_of_a_sweep_are_those_of_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = double("llama", monkeypatch), {"input_ids": torch.arange(9)[None] % 7}
-    replay, before = read(model, inputs)
-    replay.check_exactness(lambda: outputs(model, inputs), before)
-    with torch.no_grad(), mh.observe(model, probes=()) as seen:
-        outputs(model, inputs)
-
-    def measure(given: Any, copies: int) -> Tensor:
-        return token_losses(outputs(model, given), given["input_ids"]).mean(1, keepdim=True)
-
-    ((_, first), *_) = sweep_layers(replay, inputs, swept(seen, texts=1), measure, copies=4)
-    for head in range(seen.layers[0].num_heads):
-        with torch.no_grad(), mh.ablate(model, (0, head)):
-            logits = outputs(model, inputs)[0, :-1]
-        loss = nn.functional.cross_entropy(logits, inputs["input_ids"][0, 1:])
-        torch.testing.assert_close(first[head, 0], loss, rtol=0, atol=1e-12)
-
-
-def test_a_layer_that_does_not_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = double("llama", monkeypatch), batch("llama")
-    replay, _ = read(model, inputs)
-    with torch.no_grad(), mh.observe(model, probes=()) as seen:
-        outputs(model, inputs)
-    sentence = (
-        "model.layers.0.self_attn was never reached inside the context. The layers that ran are none. Run the given "
-        "model and not a copy of it, with inputs that reach these layers and have the positions and samples."
-    )
-    with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
-        list(sweep_layers(replay, inputs, swept(seen), lambda *_: torch.zeros(4, 1), copies=4))
+                expected = outputs(model, inputs) - before
+            assert bool((expected != 0).any())
+            torch.testing.assert_close(effects[:, head], expected.flatten(1), rtol=0, atol=1e-12)

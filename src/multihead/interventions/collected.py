@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import ArgumentError
-from multihead.interventions.sweep import SweptLayer, cost_of_layer
+from multihead.interventions.swept import SweptLayer, cost_of_layer
 
 
 @dataclass(eq=False)

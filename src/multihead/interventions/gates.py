@@ -13,8 +13,9 @@ from multihead.interventions.ablate import Positions, chosen_queries
 from multihead.interventions.followed import FollowedCall, follow_calls
 from multihead.interventions.means import run_batch
 from multihead.interventions.measures import Measure, SeveralMeasures
-from multihead.interventions.prepared import ReadLayers, numbers_of_texts
+from multihead.interventions.prepared import numbers_of_texts
 from multihead.interventions.replacements import Replacement, gated
+from multihead.interventions.swept import ReadLayers
 from multihead.tensors.undo import Undo
 
 

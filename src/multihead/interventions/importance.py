@@ -21,7 +21,7 @@ from multihead.interventions.means import HeadMeans, checked_batches, count_batc
 from multihead.interventions.measures import Measure, measure_of
 from multihead.interventions.prepared import prepare
 from multihead.interventions.replacements import GivenOutput, OutputFunction, Replacement
-from multihead.interventions.sweep import SweptLayer
+from multihead.interventions.swept import SweptLayer
 from multihead.locale.texts import text
 from multihead.probes.catalogue import statistic_of_heads
 from multihead.probes.head_statistic import HeadStatistic

@@ -19,7 +19,7 @@ from multihead.interventions.heads import Head, resolve_heads
 from multihead.interventions.means import checked_batches, run_batch
 from multihead.interventions.measures import Measure, measure_of
 from multihead.interventions.prepared import PreparedBatch, prepare
-from multihead.interventions.sweep import SweptLayer
+from multihead.interventions.swept import SweptLayer
 from multihead.locale.texts import text
 from multihead.probes.catalogue import statistic_of_heads
 from multihead.probes.head_statistic import HeadStatistic

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multihead.errors import ArgumentError, ModelError
-from multihead.errors.arguments import join_first
-from multihead.interventions.ablate import Positions
-from multihead.interventions.followed import FollowedCall, follow_calls
-from multihead.interventions.heads import HeadKey, require_head_of_layer
+from multihead.errors import ArgumentError
+from multihead.interventions.ablate import Intervention, Positions
+from multihead.interventions.followed import follow_calls
+from multihead.interventions.heads import HeadKey
 from multihead.interventions.means import run_batch
 from multihead.interventions.measures import Measure, SeveralMeasures
-from multihead.interventions.replacements import Replacement, ResampledOutput
+from multihead.interventions.replacements import Replacement, ResampledOutput, gated
 from multihead.interventions.replay import Replay, repeat_batch
-from multihead.interventions.sweep import SweptLayer, copies_per_pass, sweep_layers
+from multihead.interventions.swept import ReadLayers, SweptLayer
+
+_MAX_BYTES = 1 << 29  # of what all copies of a batch need in one forward pass: 512 MiB
 
 
 @dataclass(eq=False)
@@ -52,75 +53,40 @@ class PreparedBatch:
     ) -> Iterator[tuple[SweptLayer, Tensor]]:
         """Switch off each head once; yield layer by layer the measure without each minus `baseline`.
 
-        Of several numbers these are (texts, heads, numbers), else (texts, heads).
-        Layers of which no head is switched off are left out; by default all layers are swept.
+        Of several numbers these are (texts, heads, numbers), else (texts, heads). Each head is off in another copy of
+        the batch. Layers of which no head is switched off are left out; by default all layers are swept.
         """
         if isinstance(replacement, ResampledOutput):
             replacement = replace(replacement, copies=self.copies)
-        for layer, results in sweep_layers(
-            self.replay,
-            self.batch,
-            [layer for layer in (self.layers if layers is None else layers) if layer.heads],
-            lambda batch, copies: self._measure(run_batch(self.model, batch), copies),
-            copies=self.copies,
-            stored_copies=self.copies,
-            replacement=replacement,
-            positions=positions,
-        ):
-            yield layer, (results - self.baseline).transpose(0, 1)
+        batch = repeat_batch(self.batch, self.copies)
+        for layer in self.layers if layers is None else layers:
+            first = self.replay.block_of(layer.name) if self.replay.is_exact else 0
+            found: list[Tensor] = []  # per head (texts, ...)
+            for start in range(0, len(layer.heads), self.copies):
+                heads = layer.heads[start : start + self.copies]
+                without = self._without(layer, heads, replacement, positions)
+                with torch.no_grad(), without, self.replay.start_at_block(first):
+                    output = run_batch(self.model, batch)
+                    found += [self._measure_copy(output, copy) for copy in range(len(heads))]
+            if found:
+                yield layer, torch.stack(found, 1) - self.baseline[:, None]
 
-    def _measure(self, output: Any, copies: int) -> Tensor:
-        """Return the measure of the texts of each copy, (copies, texts, ...) float64."""
-        parts = (_part_of(output, index, copies) for index in range(copies))
-        return torch.stack([self.measure.of_texts(part, self.batch, (len(self.baseline),)) for part in parts])
+    def _measure_copy(self, output: Any, index: int) -> Tensor:
+        """Return the measure of the texts of a copy, (texts, ...) float64."""
+        part = _part_of(output, index, self.copies)
+        return self.measure.of_texts(part, self.batch, (len(self.baseline),))
 
-
-@dataclass(eq=False)
-class ReadLayers:
-    """The layers that run in one forward pass, in the order in which they ran.
-
-    Attributes:
-        found: name of a layer -> the layer, with all of its heads.
-        tokens: name of a layer -> the number of tokens of each text; without layers where it is unknown.
-    """
-
-    found: dict[str, SweptLayer] = field(default_factory=dict)
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-
-    def add(self, call: FollowedCall, output: Tensor) -> tuple[Tensor, None]:
-        """Add the layer of a call; the output stays as it is."""
-        call.require_all_heads("heads cannot be switched off")
-        try:
-            text, position = call.tokens
-            self.tokens[call.layer_name] = text[position >= 0].bincount().tolist()
-            texts = call.tokens.num_texts
-        except ModelError:  # which token belongs to which text is unknown
-            texts = None
-        heads = call.request.shape.num_heads
-        self.found[call.layer_name] = SweptLayer(call.layer_number, call.layer_name, heads, range(heads), texts)
-        return output, None
-
-    def choose(self, keys: Sequence[HeadKey] | None) -> list[SweptLayer]:
-        """Return the layers with those of their heads that are named; None names all.
-
-        Raises:
-            ModelError: a layer never ran.
-            ArgumentError: a layer has fewer heads, or the model has one head.
-        """
-        layers = sorted(self.found.values(), key=lambda layer: layer.number)
-        if sum(layer.num_heads for layer in layers) == 1:
-            raise ArgumentError("The model has one head, and nothing is left without it.", "Give a model with several.")
-        if keys is None:
-            return layers
-        chosen: dict[str, set[int]] = {layer.name: set() for layer in layers}
-        for key in keys:
-            layer = next((each for each in layers if key.layer in (each.number, each.name)), None)
-            if layer is None:
-                ran = join_first([f"L{each.number} {each.name}" for each in layers], 4) or "none"
-                raise ModelError(f"{key} was never reached. The layers that ran are {ran}.", "Give some of them.")
-            require_head_of_layer(layer.number, layer.name, layer.num_heads, key.head or 0)
-            chosen[layer.name] |= {*range(layer.num_heads)} if key.head is None else {key.head}
-        return [replace(layer, heads=sorted(chosen[layer.name])) for layer in layers]
+    def _without(
+        self, layer: SweptLayer, heads: Sequence[int], replacement: Replacement, positions: Positions
+    ) -> Intervention:
+        """Return the context in which each copy of the batch has another one of some heads off."""
+        if self.copies == 1:
+            return Intervention(self.model, {HeadKey(layer.name, heads[0]): 0.0}, replacement, positions)
+        assert layer.texts is not None
+        on = torch.ones(self.copies, layer.num_heads)  # all heads are on in copies that are left over
+        on[range(len(heads)), list(heads)] = 0
+        gates = {HeadKey(layer.name, None): on.repeat_interleave(layer.texts, 0)}
+        return Intervention(self.model, gates, gated(replacement), positions)
 
 
 def prepare(
@@ -155,10 +121,19 @@ def prepare(
     layers = found.choose(keys)
     baseline = measure.of_texts(output, batch, numbers_of_texts(batch, found))
     needed = sum(each.nbytes for each in (*_tensors_in(output), *_tensors_in([*replay.block_outputs.values()])))
-    copies = 1 if one_by_one else copies_per_pass(layers, needed)
+    copies = 1 if one_by_one else _copies_per_pass(layers, needed)
     prepared = PreparedBatch(model, batch, measure, replay, 1, layers, baseline, found)
     replay.check_exactness(lambda: _tensors_in(run_batch(model, batch)), _tensors_in(output))
     return (_in_copies(prepared, output, copies) if copies > 1 else None) or prepared
+
+
+def _copies_per_pass(layers: Sequence[SweptLayer], bytes_per_copy: int) -> int:
+    """Return how many heads are switched off in one forward pass: as few passes per layer as memory allows."""
+    heads = max((len(layer.heads) for layer in layers), default=1)
+    if any(layer.texts is None for layer in layers):
+        return 1
+    passes = -(-heads // max(1, _MAX_BYTES // max(bytes_per_copy, 1)))
+    return -(-heads // max(passes, 1)) or 1
 
 
 def numbers_of_texts(batch: Any, layers: ReadLayers) -> set[int]:

@@ -70,18 +70,11 @@ class Replay:
             self.block_outputs.clear()  # a block that runs several times has several outputs
 
     @contextmanager
-    def start_at_block(self, first: int, copies: int = 1) -> Iterator[None]:
-        """Leave out the blocks before `first` in the forward passes in this context.
-
-        Args:
-            first: index of the first block that runs; 0 runs the whole model.
-            copies: how often the batch of the stored outputs is repeated.
-        """
+    def start_at_block(self, first: int) -> Iterator[None]:
+        """Leave out the blocks before `first` in the forward passes in this context; 0 runs the whole model."""
         with Undo() as undo:
             for index, block in enumerate(self.blocks[:first]):
-                # Only the output of the last block that is left out is the input of a block that runs.
-                repeats = copies if index == first - 1 else 1
-                output = repeat_batch(self.block_outputs[index], repeats)
+                output = self.block_outputs[index]
                 undo.replace_method(block, "forward", lambda *_args, output=output, **_kwargs: output)
             yield
 

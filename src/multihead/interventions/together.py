@@ -19,7 +19,7 @@ from multihead.interventions.heads import HeadKey
 from multihead.interventions.importance import Importance, ImportantHead, Method
 from multihead.interventions.means import checked_batches, count_batches, run_batch
 from multihead.interventions.measures import Measure
-from multihead.interventions.sweep import SweptLayer
+from multihead.interventions.swept import SweptLayer
 from multihead.locale.texts import text, unit_label
 from multihead.probes.head_statistic import HeadStatistic, HeadsTogether
 from multihead.record.head_numbers import HeadColumn, number_with_error, standard_error
