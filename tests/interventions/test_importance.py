@@ -17,7 +17,7 @@ import multihead as mh
 from multihead.errors import ArgumentError, ModelError
 from multihead.interventions import prepared
 from multihead.interventions.importance import EffectsOfLayer
-from multihead.record.head_numbers import chance_beyond
+from multihead.record.head_numbers import NumbersOverTexts, chance_beyond
 from tests.families import ENCODER, TEXT, batch_of, family
 from tests.interventions.changed_eager import Change, changed_eager, compute_in_float64, replaced, scaled
 from tests.interventions.tiny_models import batch, double, real_queries
@@ -260,21 +260,16 @@ def test_the_sentence_says_how_many_effects_chance_alone_gives() -> None:
     one = mh.importance(layer, x[:1], size)
     assert one.standard_errors.isnan().all()
     assert one.describe("zh").startswith("只有一段文本，没有标准误")
-    assert [round(chance_beyond(2.0, freedom), 4) for freedom in (1, 2, 3, 4, 10)] == [
-        0.2952,
-        0.1835,
-        0.1393,
-        0.1161,
-        0.0734,
-    ]  # tables of Student's t
     assert str(one.heads(1)[0]).count("±") == 0 < str(found.heads(1)[0]).count("±")
 
 
-def test_two_standard_errors_of_twenty_normal_texts_cover_what_they_should() -> None:
-    draws = torch.randn(2000, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    covered = (draws.mean(1).abs() <= 2 * draws.std(1) / math.sqrt(20)).double().mean()
-    assert 0.92 <= covered <= 0.96
-    assert abs(1 - covered - chance_beyond(2.0, 19)) < 0.015
+def test_two_standard_errors_of_twenty_normal_texts_cover_what_tables_of_students_t_say() -> None:
+    found = [round(chance_beyond(2.0, freedom), 4) for freedom in (1, 2, 3, 4, 10)]
+    assert found == [0.2952, 0.1835, 0.1393, 0.1161, 0.0734]
+    draws = torch.randn(20, 2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    numbers = NumbersOverTexts([draws])
+    assert 0.92 <= 1 - numbers.beyond_errors / 2000 <= 0.96
+    assert abs(numbers.beyond_errors - numbers.expected_by_chance) < 30
 
 
 WRONG: dict[str, tuple[Callable[[Any, Tensor], object], str]] = {

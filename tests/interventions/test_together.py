@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import multihead as mh
 from multihead.errors import ArgumentError
+from tests.interventions.test_importance import losses_by_hand
 from tests.interventions.tiny_models import batch, double
 
 
@@ -19,20 +21,8 @@ def losses(
     model: Any, batches: list[dict[str, Tensor]], heads: list[tuple[int, int]] | None = None, **by: Any
 ) -> Tensor:
     """The mean loss of the next token of each text, (texts,), with some heads switched off by `mh.ablate`."""
-
-    def run() -> Tensor:
-        found = []
-        for inputs in batches:
-            logits = model(**inputs).logits
-            for row, ids, mask in zip(logits, inputs["input_ids"], inputs["attention_mask"].bool(), strict=True):
-                found.append(nn.functional.cross_entropy(row[mask][:-1], ids[mask][1:]))
-        return torch.stack(found)
-
-    with torch.no_grad():
-        if heads is None:
-            return run()
-        with mh.ablate(model, heads, **by):
-            return run()
+    with torch.no_grad(), nullcontext() if heads is None else mh.ablate(model, heads, **by):
+        return torch.cat([losses_by_hand(model(**inputs), inputs) for inputs in batches])
 
 
 def batches_of(*sizes: int, length: int = 9) -> list[dict[str, Tensor]]:
