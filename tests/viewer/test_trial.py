@@ -373,7 +373,9 @@ class TestAnEncoder:
         assert swept[1]["effects"][2] == pytest.approx(largest, abs=1e-5)
         assert swept[1]["losses"] is None
 
-    def test_the_estimates_are_gradients_of_the_similarities(self, encoder: tuple[Trial, Served]) -> None:
+    def test_the_estimates_are_gradients_of_the_similarities(
+        self, encoder: tuple[Trial, Served], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         trial, served = encoder
         found = json.loads(ask(served, "estimates", text=SENTENCES).body)["effects"]
         model: Any = trial.loaded.model
@@ -388,6 +390,8 @@ class TestAnEncoder:
         largest = changes.gather(0, changes.abs().argmax(0, keepdim=True))[0]  # (heads,)
         assert found == pytest.approx(largest.tolist(), abs=1e-6)
         assert max(map(abs, found)) > 1e-4
+        monkeypatch.setattr(trials, "MAX_ESTIMATED_SENTENCES", 2)
+        assert json.loads(ask(served, "estimates", text=SENTENCES).body)["effects"] is None
 
     def test_maps_are_those_of_the_sentence(self, encoder: tuple[Trial, Served]) -> None:
         found = [

@@ -79,6 +79,9 @@ MIN_LOSS_INCREASE = 0.5
 MAX_CHANGED_MAPS, MAX_CELLS_PER_MAP_SIDE = 5, 96
 """Number of heads with changed maps that are listed, and largest number of cells per side of a map."""
 
+MAX_ESTIMATED_SENTENCES = 8
+"""Largest number of sentences of an encoder with estimates, which take a backward pass per sentence."""
+
 MAX_CONTINUATION_TOKENS = 40
 """Number of tokens of a greedy continuation of the text."""
 
@@ -329,12 +332,14 @@ class Trial:
 
         Returns:
             the estimates, first-order ones as of `mh.importance`, head after head; None where the weights of the model
-            have no gradient.
+            have no gradient, or there are too many sentences.
         """
         begun = perf_counter()
         self.check_token(run, token)
         measure = self.task.measure(run, token, estimated=True)
         found: Numbers | None = None
+        if len(run.encoded_rows) > MAX_ESTIMATED_SENTENCES:
+            return {"effects": None, "seconds": 0.0}
         with suppress(ArgumentError), self._run_until_cancelled(run.replay, is_cancelled):
             batch = {**run.batch, **self.task.options}
             gates = gradients_of_gates(self.loaded.model, batch, measure, ScaledOutput(), None)
