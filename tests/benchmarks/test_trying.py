@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from benchmarks import trying
-from multihead.interventions import sweep
+from multihead.interventions import prepared
 from multihead.interventions.ablate import Intervention
 from multihead.interventions.heads import HeadKey
 from tests.word_models import save_word_models
@@ -34,7 +34,7 @@ def test_the_error_is_small_unless_another_head_is_switched_off(
     def wrong(model: nn.Module, factors: dict[HeadKey, Tensor], *rest: Any) -> object:
         return Intervention(model, {key: each.roll(1, 1) for key, each in factors.items()}, *rest)
 
-    monkeypatch.setattr(sweep, "Intervention", wrong)
+    monkeypatch.setattr(prepared, "Intervention", wrong)
     (said,) = trying.measure(model).unmet()
     assert said.startswith(f"{model}: the error is ")
 
