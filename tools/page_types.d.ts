@@ -324,8 +324,8 @@ interface OffTogetherDescription {
 /** A number of each head that was measured on other texts than the record's, see `describe_head_numbers`.
 
     `id` is that of the column with the numbers. `name`, `of` and `most` name the method, the measure, and the list of
-    the heads in `order`, the most important first. Heads are indices. `errors` is empty for a single text; `hatches`
-    says whether numbers within two of them are hatched.
+    the heads in `order`, the most important first. Heads are indices. `errors` is empty for a single text; `within`
+    says which numbers are within two of them, and are hatched, and is empty where none has a meaning.
      */
 interface HeadNumbers {
   id: string;
@@ -336,7 +336,7 @@ interface HeadNumbers {
   about: string;
   note: string;
   errors: (number | null)[];
-  hatches: boolean;
+  within: boolean[];
   order: number[];
   together: OffTogetherDescription | null;
 }

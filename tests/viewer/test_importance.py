@@ -36,10 +36,10 @@ def test_the_numbers_the_errors_the_order_and_the_sentence_are_those_of_importan
     assert numbers["errors"] == pytest.approx(effects.standard_errors.flatten().tolist(), rel=1e-5)
     assert numbers["order"] == [4 * each.layer + each.head for each in effects.heads(10)]
     assert effects.describe().startswith(numbers["sentence"])
-    hatched = [abs(value or 0) <= 2 * (error or 0) for value, error in zip(values, numbers["errors"], strict=True)]
-    assert hatched.count(False) == effects.beyond_errors
+    assert numbers["within"] == (effects.effects.abs() <= 2 * effects.standard_errors).flatten().tolist()
+    assert numbers["within"].count(False) == effects.beyond_errors
     assert f"{effects.beyond_errors} of 8 heads" in numbers["sentence"]
-    assert (numbers["name"], numbers["hatches"]) == ("exact", True)
+    assert numbers["name"] == "exact"
     assert numbers["note"] == "Above 0: worse without the head. Hatched: within two standard errors of 0."
 
 
@@ -54,7 +54,7 @@ def test_one_text_has_no_errors_and_the_page_says_that_nothing_is_hatched() -> N
     seen = record()
     seen.add(found(texts=1))
     numbers = numbers_of(seen)
-    assert (numbers["errors"], numbers["hatches"]) == ([], False)
+    assert (numbers["errors"], numbers["within"]) == ([], [])
     assert numbers["sentence"].startswith("One text has no standard error")
     assert numbers["note"].endswith("One text has no standard error, so nothing is hatched.")
 
@@ -70,7 +70,7 @@ def test_estimates_come_after_exact_effects_and_by_their_name() -> None:
     values = described(seen)["metrics"]
     assert values[estimate["id"]] == pytest.approx(found("gradient").effects.flatten().tolist(), rel=1e-5)
     assert values[sensitivity["id"]] == pytest.approx(found("gradient").sensitivities.flatten().tolist(), rel=1e-5)
-    assert not sensitivity["hatches"]
+    assert sensitivity["within"] == []
     assert "by chance" not in sensitivity["sentence"]
     labels = {each["id"]: each["label"] for each in described(seen)["columns"]}
     assert labels[estimate["id"]] == "estimated effect on surprise by zero"

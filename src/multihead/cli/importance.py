@@ -333,8 +333,10 @@ def _print_picture(console: Console, found: Importance, lang: str) -> None:
     from rich.text import Text
 
     from multihead.cli.console import print_sentence
+    from multihead.record.head_numbers import STANDARD_ERRORS
 
-    effects, errors = found.effects.tolist(), found.standard_errors.tolist()
+    effects = found.effects.tolist()
+    within = (found.effects.abs() <= STANDARD_ERRORS * found.standard_errors).tolist()
     largest = max(abs(each) for row in effects for each in row if not math.isnan(each))
     labels = [f"L{layer.number}" for layer in found.layers]
     margin, heads = max(map(len, labels)) + 1, max(layer.num_heads for layer in found.layers)
@@ -344,10 +346,10 @@ def _print_picture(console: Console, found: Importance, lang: str) -> None:
         part = range(first, min(first + per_part, heads))
         numbers = "".join(f"H{head}".ljust(HEADS_PER_LABEL * cell) for head in part[::HEADS_PER_LABEL])
         console.print(Text(" " * (margin + 1) + numbers.rstrip()), soft_wrap=True)
-        for label, row, error in zip(labels, effects, errors, strict=True):
+        for label, row, row_within in zip(labels, effects, within, strict=True):
             line = Text(label.ljust(margin))
             for head in part:
-                sign, shade, style = _cell(row[head], error[head], largest)
+                sign, shade, style = _cell(row[head], largest, within_errors=row_within[head])
                 line.append((sign + shade).ljust(cell), style=style)
             line.rstrip()
             console.print(line, soft_wrap=True)
@@ -363,11 +365,11 @@ def _print_picture(console: Console, found: Importance, lang: str) -> None:
     print_sentence(console, locale("common.join.sentences", lang).join(legend))
 
 
-def _cell(effect: float, error: float, largest: float) -> tuple[str, str, str]:
+def _cell(effect: float, largest: float, *, within_errors: bool) -> tuple[str, str, str]:
     """Return the sign, the shade and the colour of a cell of the picture; blank for a head that stayed on."""
     if math.isnan(effect):
         return " ", " ", ""
     level = next((index for index in range(len(SHADES)) if abs(effect) >= largest / 2 ** (index + 1)), None)
-    if level is None or not effect or abs(effect) <= 2 * error:
+    if level is None or not effect or within_errors:
         return " ", NO_EFFECT, ""
     return ("-", SHADES[level], "dark_orange") if effect < 0 else (" ", SHADES[level], "bright_blue")

@@ -42,7 +42,7 @@ def _describe(record: Record, shown: HeadStatistic, lang: str) -> HeadNumbers:
         ]
     )
     words = {key: escape_controls(value) for key, value in shown.words(lang).items()}
-    hatches = texts > 1 and shown.has_sign
+    within = torch.cat(numbers.within_errors).tolist() if texts > 1 and shown.has_sign else []
     return {
         "id": shown.name,
         "name": text(f"viewer.important.name.{shown.what}", lang),
@@ -53,7 +53,7 @@ def _describe(record: Record, shown: HeadStatistic, lang: str) -> HeadNumbers:
         "note": text("common.join.sentences", lang).join(
             [
                 text(f"viewer.important.above.{_meaning(shown)}", lang),
-                *([text("viewer.important.hatched", lang)] if hatches else []),
+                *([text("viewer.important.hatched", lang)] if within else []),
                 *(
                     [text(f"viewer.important.one {'pair' if shown.what in SHARES else 'text'}", lang)]
                     if texts == 1
@@ -62,7 +62,7 @@ def _describe(record: Record, shown: HeadStatistic, lang: str) -> HeadNumbers:
             ]
         ),
         "errors": round_all_for_json(torch.cat(numbers.errors)) if texts > 1 else [],
-        "hatches": hatches,
+        "within": within,
         "order": most_important(torch.cat(numbers.means), shown),
         "together": None if shown.together is None else _describe_together(record, shown, shown.together, lang),
     }

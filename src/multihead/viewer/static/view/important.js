@@ -26,7 +26,6 @@ import { saveAddress, state, toHead } from './permalink.js';
 /** @import { Statistic } from '../shared/statistics.js' */
 
 const [HIGH, LARGEST] = [420, 32]; // pixels of the grid and of a cell
-const ERRORS = 2; // standard errors from 0 up to which a number is hatched
 /** @type {Sample} */
 let record = null;
 /** @type {Important} */
@@ -49,10 +48,7 @@ function withError(/** @type {Statistic} */ one, /** @type {Statistic} */ error,
 // A bar of a number, in the colours of the grid: another one below 0.
 const lengthOf = (value, top) =>
   el('i', { className: value < 0 ? 'below' : '', v: Math.abs(value) / top, 'aria-hidden': 'true' });
-function isWithin(i) {
-  const value = chosen.shown.values[i];
-  return chosen.hatches && isKnown(value) && Math.abs(value) <= ERRORS * (chosen.error.values[i] ?? Infinity);
-}
+const isWithin = i => chosen.within[i] ?? false;
 function described(i) {
   const head = record.named(i);
   if (!isKnown(chosen.shown.values[i])) return translate('important.not measured', { head });
