@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -237,16 +238,8 @@ def _llava_next() -> Family:
         text_config=_LLAMA, vision_config=_CLIP_TOWER, image_token_index=PICTURE_TOKEN, vision_feature_layer=-2,
         image_grid_pinpoints=points,
     )  # fmt: skip
-    model = hf.LlavaNextForConditionalGeneration(config).eval()
-
-    @torch.no_grad()
-    def counts(made: Inputs) -> list[list[int]]:
-        found = model.model.get_image_features(pixel_values=made["pixel_values"], image_sizes=made["image_sizes"])
-        features = getattr(found, "pooler_output", found)
-        return [[each.reshape(-1, 32).shape[0] for each in features]]
-
     processor = hf.LlavaNextImageProcessorPil(**_CLIP, image_grid_pinpoints=points)
-    return Family(model, processor, _of_counts(counts, "image_sizes"), (WIDE, TALL))
+    return _counted(hf.LlavaNextForConditionalGeneration(config), processor, "image_sizes", sizes=(WIDE, TALL))
 
 
 def _paligemma() -> Family:
@@ -296,6 +289,163 @@ def _internvl() -> Family:
     return Family(model, processor, _of_counts(lambda made: [[4 * len(made["pixel_values"])]]))
 
 
+def _siglip2() -> Family:
+    config = hf.Siglip2VisionConfig(**_SIZES, num_patches=16, patch_size=14, vision_use_head=False)
+    processor = hf.Siglip2ImageProcessorPil(patch_size=14, max_num_patches=16)
+    return _of_pixels(hf.Siglip2VisionModel, config, processor, inputs=dict)
+
+
+def _counted(model: Any, processor: Any, *also: str, **more: Any) -> Family:
+    """Return a family whose prompts have as many picture tokens as the model makes of each picture."""
+
+    @torch.no_grad()
+    def counts(made: Inputs) -> list[list[int]]:
+        found = model.model.get_image_features(**{name: made[name] for name in ("pixel_values", *also)})
+        features = getattr(found, "pooler_output", found)
+        return [[each.reshape(-1, 32).shape[0] for each in features]]
+
+    return Family(model.eval(), processor, _of_counts(counts, *also), **more)
+
+
+_TOKEN = {"image_token_index": PICTURE_TOKEN, "image_token_id": PICTURE_TOKEN}
+_COHERE = {"model_type": "cohere2", **_TEXT, "head_dim": 8, "sliding_window": 64}
+
+
+def _mistral3() -> Family:
+    config = hf.Mistral3Config(
+        text_config={"model_type": "mistral", **_TEXT}, spatial_merge_size=2, vision_feature_layer=-1, **_TOKEN,
+        vision_config={"model_type": "pixtral", **_PATCHED, "image_size": 112},
+    )  # fmt: skip
+    processor = hf.PixtralImageProcessorPil(size={"longest_edge": 112}, patch_size={"height": 28, "width": 28})
+    return _counted(hf.Mistral3ForConditionalGeneration(config), processor, "image_sizes", sizes=(WIDE, TALL))
+
+
+def _llava_onevision() -> Family:
+    points = [[56, 112], [112, 56], [112, 112]]
+    config = hf.LlavaOnevisionConfig(
+        text_config={"model_type": "qwen2", **_TEXT}, vision_config=_SIGLIP_TOWER, image_grid_pinpoints=points, **_TOKEN
+    )
+    processor = hf.LlavaOnevisionImageProcessorPil(**_SQUARE, image_grid_pinpoints=points)
+    return _counted(hf.LlavaOnevisionForConditionalGeneration(config), processor, "image_sizes")
+
+
+def _vip_llava() -> Family:
+    tower = {**_CLIP_TOWER, "num_hidden_layers": 4}
+    config = hf.VipLlavaConfig(text_config=_LLAMA, vision_config=tower, vision_feature_layers=[-2, -3], **_TOKEN)
+    return _counted(hf.VipLlavaForConditionalGeneration(config), _clip())
+
+
+def _aya_vision() -> Family:
+    config = hf.AyaVisionConfig(text_config=_COHERE, vision_config=_SIGLIP_TOWER, downsample_factor=2, **_TOKEN)
+    return _counted(hf.AyaVisionForConditionalGeneration(config), hf.SiglipImageProcessorPil(**_SQUARE))
+
+
+def _cohere2_vision() -> Family:
+    config = hf.Cohere2VisionConfig(text_config=_COHERE, vision_config=_SIGLIP_TOWER, downsample_factor=2, **_TOKEN)
+    return _counted(hf.Cohere2VisionForConditionalGeneration(config), hf.SiglipImageProcessorPil(**_SQUARE))
+
+
+def _idefics2() -> Family:
+    sizes = {"resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2, "resampler_head_dim": 8}
+    config = hf.Idefics2Config(
+        text_config={"model_type": "mistral", **_TEXT}, vision_config=_PATCHED, pad_token_id=0, **_TOKEN,
+        perceiver_config={**sizes, "num_key_value_heads": 1, "hidden_size": 32},
+    )  # fmt: skip
+    processor = hf.Idefics2ImageProcessorPil(size={"longest_edge": 56, "shortest_edge": 28}, do_image_splitting=False)
+    inputs = _of_counts(lambda _: [[4]], "pixel_attention_mask")
+    model = hf.Idefics2ForConditionalGeneration(config).eval()
+    return Family(model, processor, inputs, nest=lambda pictures: [pictures])
+
+
+def _blip2() -> Family:
+    text = {"vocab_size": 60, "hidden_size": 32, "ffn_dim": 32, **_LAYERS, "word_embed_proj_dim": 32}
+    config = hf.Blip2Config(
+        vision_config=_PATCHED, qformer_config={"vocab_size": 60, **_SIZES, "encoder_hidden_size": 32},
+        text_config={"model_type": "opt", **text}, num_query_tokens=4, **_TOKEN,
+    )  # fmt: skip
+    processor = hf.BlipImageProcessorPil(**_SQUARE)
+    return Family(hf.Blip2ForConditionalGeneration(config).eval(), processor, _of_counts(lambda _: [[4]]))
+
+
+def _kosmos2() -> Family:
+    text = {"vocab_size": 60, "embed_dim": 32, "layers": 2, "ffn_dim": 32, "attention_heads": 4}
+    config = hf.Kosmos2Config(text_config=text, vision_config=_PATCHED, latent_query_num=4)
+    ids = torch.tensor([[1, 2, 7, 7, 7, 7, 5]])
+    words = {"input_ids": ids, "image_embeds_position_mask": (ids == 7).long()}
+    model = hf.Kosmos2ForConditionalGeneration(config).eval()
+    return Family(model, _clip(), lambda made: {"pixel_values": made["pixel_values"], **words})
+
+
+def _glm4v() -> Family:
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    tower = {**_QWEN_TOWER, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 32, "image_size": 56}
+    config = hf.Glm4vConfig(
+        text_config={**_TEXT, "rope_parameters": rope, "pad_token_id": 0}, vision_config=tower, image_token_id=50,
+        image_start_token_id=52, image_end_token_id=53, video_start_token_id=54, video_end_token_id=55,
+    )  # fmt: skip
+    size = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
+    processor = hf.Glm4vImageProcessorPil(patch_size=14, merge_size=2, size=size)
+    return Family(hf.Glm4vForConditionalGeneration(config).eval(), processor, _qwen_inputs(batch=False))
+
+
+def _llama4() -> Family:
+    experts = {"num_local_experts": 2, "intermediate_size_mlp": 32, "num_experts_per_tok": 1}
+    tower = {**_PATCHED, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 32}
+    config = hf.Llama4Config(
+        text_config={**_TEXT, **experts, "head_dim": 8, "pad_token_id": 0}, **_TOKEN,
+        vision_config={**tower, "projector_output_dim": 32, "vision_output_dim": 32},
+    )  # fmt: skip
+    model = hf.Llama4ForConditionalGeneration(config).eval()
+    return Family(model, hf.SiglipImageProcessorPil(**_SQUARE), _of_counts(lambda _: [[4]]))
+
+
+def _mllama() -> Family:
+    """A language model that attends to the tiles of a picture."""
+    text = {**_TEXT, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_global_layers": 1}
+    config = hf.MllamaConfig(
+        text_config={**text, "pad_token_id": 0}, **_TOKEN,
+        vision_config={
+            **tower, "attention_heads": 4, "image_size": 56, "patch_size": 14, "max_num_tiles": 4,
+            "intermediate_layers_indices": [0, 1], "vision_output_dim": 96,
+        },
+    )  # fmt: skip
+
+    def inputs(made: Inputs) -> Inputs:
+        reads = torch.zeros(1, 4, 1, 4, dtype=torch.int64)
+        reads[:, 1:, :, : int(made["num_tiles"][0][0])] = 1
+        given = {name: made[name] for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")}
+        return {**given, "input_ids": torch.tensor([[1, 50, 5, 6]]), "cross_attention_mask": reads}
+
+    processor = hf.MllamaImageProcessorPil(**_SQUARE, max_image_tiles=4)
+    model = hf.MllamaForConditionalGeneration(config).eval()
+    return Family(model, processor, inputs, nest=lambda pictures: [pictures])
+
+
+_LIKE_VIT = {  # name -> the model's class and what differs from the ViT
+    "AIMv2": ("Aimv2Vision", {"use_head": False}),
+    "AltCLIP": ("AltCLIPVision", {}),
+    "BLIP-2, image encoder": ("Blip2Vision", {}),
+    "Chinese CLIP": ("ChineseCLIPVision", {}),
+    "CLIPSeg": ("CLIPSegVision", {}),
+    "DPT": ("DPT", {"backbone_out_indices": [0, 1], "neck_hidden_sizes": [8, 8]}),
+    "GIT": ("GitVision", {}),
+    "InstructBLIP": ("InstructBlipVision", {}),
+    "MetaCLIP 2": ("MetaClip2Vision", {}),
+    "MLCD": ("MLCDVision", {}),
+    "OWL-ViT": ("OwlViTVision", {}),
+    "OWLv2": ("Owlv2Vision", {}),
+    "Pixio": ("Pixio", {}),
+    "TIPSv2": ("Tipsv2Vision", {}),
+    "ViT-MSN": ("ViTMSN", {}),
+}
+
+
+def _like_vit(name: str, options: Inputs) -> Family:
+    config = getattr(hf, f"{name}Config")(**{**_PATCHED, **options})
+    return _of_pixels(getattr(hf, f"{name}Model"), config, hf.ViTImageProcessorPil(**_SQUARE))
+
+
 ENCODERS: dict[str, Callable[[], Family]] = {
     "ViT": _vit,
     "ViT, another size": _vit_of_another_size,
@@ -312,6 +462,8 @@ ENCODERS: dict[str, Callable[[], Family]] = {
     "ViT-MAE": _vit_mae,
     "Swin": _swin,
     "Pixtral, two sizes": _pixtral,
+    "SigLIP 2": _siglip2,
+    **{name: partial(_like_vit, *like) for name, like in _LIKE_VIT.items()},
 }
 LANGUAGE_MODELS: dict[str, Callable[[], Family]] = {
     "Qwen2-VL, two pictures": _qwen2_vl,
@@ -325,4 +477,15 @@ LANGUAGE_MODELS: dict[str, Callable[[], Family]] = {
     "Idefics 3, two pictures": _idefics3,
     "Idefics 3, a batch of other tile counts": lambda: _idefics3(batch=True),
     "InternVL": _internvl,
+    "Mistral 3, two pictures": _mistral3,
+    "LLaVA-OneVision": _llava_onevision,
+    "VipLLaVA": _vip_llava,
+    "Aya Vision": _aya_vision,
+    "Cohere 2 Vision": _cohere2_vision,
+    "Idefics 2": _idefics2,
+    "BLIP-2": _blip2,
+    "Kosmos-2": _kosmos2,
+    "GLM-4V": _glm4v,
+    "Llama 4": _llama4,
+    "Llama 3.2 Vision": _mllama,
 }

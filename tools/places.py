@@ -4,7 +4,8 @@
     python -m tools.places Qwen Swin    those whose name contains one of these
     python -m tools.places --time 14    the time of places of 14 x 14 patches in a ViT of 12 layers, and the live memory
 
-For each family it prints how many of 20 changed pixels were right in all layers, what was wrong, and the time.
+For each family it prints how many of 20 changed pixels were right in all layers, what was wrong, and the time; at the
+end the families whose tokens have no places, with the reasons.
 """
 
 from __future__ import annotations
@@ -19,6 +20,24 @@ import torch
 from rich.console import Console
 
 import multihead as mh
+
+WITHOUT_PLACES = {
+    "they compute attention themselves, without transformers' AttentionInterface": (
+        "AIMv2 with its pooling head, BLIP, CvT, Data2Vec, Donut, GLPN, GOT-OCR 2, GroupViT, LeViT, MaskFormer's Swin, "
+        "MobileViT, PVT, PVT v2, SAM, SwiftFormer, Swin v2, ViLT, ViTDet"
+    ),
+    "their patches overlap, so that each token is computed from parts of several": "Florence-2, SegFormer, ViTPose",
+    "they have no attention": "ConvNeXT, FocalNet and other networks of convolutions",
+    "pixels are replaced by codes of a table": "ImageGPT",
+    "the picture reaches the language model by attention alone; the image encoder has places": (
+        "BLIP-2, Idefics 2, Kosmos-2"
+    ),
+    "they read videos": "TimeSformer, VideoMAE, ViViT, X-CLIP",
+    "a package that they need is not installed here, so they were not tried": (
+        "DETR and others with timm, DiNAT (natten), EoMT (scipy)"
+    ),
+}
+"""reason -> the families whose tokens have no places"""
 
 
 def main(parts: list[str]) -> int:
@@ -42,6 +61,8 @@ def main(parts: list[str]) -> int:
         console.print(f"{name}: {right} of {of} pixels, {seconds:.1f} s", markup=False)
         for each in wrong:
             console.print(f"    {each}", markup=False)
+    for reason, names in (WITHOUT_PLACES if not parts else {}).items():
+        console.print(f"Without places, because {reason}: {names}.")
     return int(failed > 0)
 
 

@@ -24,6 +24,7 @@ JUDGED = (
     "ViT-MAE",
     "Swin",
     "Pixtral, two sizes",
+    "SigLIP 2",
     "Qwen2-VL, a batch of two sizes",
     "LLaVA-NeXT, two pictures",
     "Idefics 3, a batch of other tile counts",

@@ -225,6 +225,8 @@ class UnmixedModel:
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.is_floating_point()
         ]
+        if not known:
+            return {}
         decides = self._parameters_of_keys([parameter for *_, parameter in known], last, placed)
         base, found = self.keys({}, last)[last[0]], {}
         for (module, name, parameter), (picture, other) in zip(known, decides, strict=False):
