@@ -176,6 +176,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: mh.patch(*small()[:2], *small()[1:], "heads x positions", positions=[7]),
         "No text has a token at the positions (7,). Give some from 0 to 4.",
     ),
+    "column": (
+        lambda: mh.Record().add(mh.patch(*small()[:2], *small()[1:], "heads x positions")),
+        'A record has numbers of heads, and these are of heads x positions. Give patches over="heads".',
+    ),
 }
 
 
