@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -352,7 +352,6 @@ def patch(
                 output = run_batch(root, source)
             prepared = prepare(root, target, chosen, keys=keys)
             kept.check_pairs(prepared.read.tokens, clean_first=forward)
-            kept = replace(kept, copies=prepared.copies)
             of_sources.append(chosen.of_texts(output, source, (len(prepared.baseline),)))
             places: dict[str, list[int | None]] = {
                 layer.name: [None] if over == "heads" else kept.tokens_of(layer.name, tokens)
@@ -422,12 +421,10 @@ class SourceOutputs:
     Attributes:
         outputs: name of a layer -> (batch * queries, heads, value_dim).
         rows: name of a layer -> (texts, tokens) int64, the row of each token in `outputs`; -1 where a text has ended.
-        copies: how many copies of the texts the other run has, one after another.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
-    copies: int = 1
     needs_tokens = True
     description = "by that of the other text of the pair"
 
@@ -438,7 +435,7 @@ class SourceOutputs:
         return output, None
 
     def replace(self, call: FollowedCall, output: Tensor, heads: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """Replace the output of heads by those of the other run, see `Replacement.replace`."""
+        """Replace the output of heads by those of the other run, see `Replacement.replace`; each copy has its texts."""
         rows = self.rows[call.layer_name].to(output.device)
         place = rows[call.tokens.text_index % len(rows), call.tokens.position.clamp(0, rows.shape[1] - 1)]
         new = self.outputs[call.layer_name].to(output)[place.clamp(min=0)][:, :, heads]
