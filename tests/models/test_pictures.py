@@ -217,6 +217,8 @@ def test_models_and_texts_that_do_not_fit_pictures_are_rejected_with_one_sentenc
         "The pictures become 16 tokens, and at most 15 are read. Give smaller or fewer pictures, or max_tokens=16; the "
         "option of look is --max-tokens 16."
     )
+    with pytest.raises(InputError, match=r"^The pictures become 32 tokens, and at most 20 are read\. "):
+        mh.look(vit, image=random_pictures(((20, 20), (20, 20))), max_tokens=20, show=False)
     with pytest.raises(ArgumentError, match=r"^Neither text nor image was given"):
         mh.look(vit, show=False)
 

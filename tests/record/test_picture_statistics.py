@@ -72,22 +72,6 @@ def test_planted_heads_have_the_kinds_of_a_picture(tmp_path: Path) -> None:
     assert divmod(int(strongest), SIDE) == (1, 4)
 
 
-def test_the_statistics_are_those_of_the_dense_map_and_chance_that_of_an_even_spread() -> None:
-    model = planted()
-    nn.init.normal_(model.layers[0].attention.q_proj.weight, std=0.1, generator=torch.Generator().manual_seed(1))
-    seen = seen_by(model)
-    weights = seen.layers[0].weights(2, sample=1).double()[1:, 1:]
-    expected = ((weights * distances()).sum(1) / weights.sum(1)).mean()
-    row = seen.table().rows[2]
-    found = seen.layers[0].sample(1).means
-    assert float(found["patch_distance"][2]) == pytest.approx(float(expected), abs=1e-5)
-    near = distances() < 1.5
-    assert float(found["neighbour_mass"][2]) == pytest.approx(float((weights * near).sum(1).mean()), abs=1e-5)
-    assert row["patch_distance_chance"] == pytest.approx(float(distances().mean()))
-    assert row["neighbour_mass_chance"] == pytest.approx(float(near.sum(1).double().mean() / TOKENS))
-    assert row["one_way_mass_chance"] == pytest.approx((SIDE - 1) / SIDE / TOKENS)  # a column has no such neighbour
-
-
 def test_layers_with_words_and_pictures_compare_no_positions_in_a_text() -> None:
     torch.manual_seed(0)
     one = LANGUAGE_MODELS["LLaVA, two pictures"]()

@@ -13,6 +13,9 @@ from multihead.errors import ArgumentError, ModelError
 
 _IN_OBSERVE = "with mh.observe(model) as seen: model({})"
 
+PIXELS = "pixel_values"
+"""Name of the input of a Hugging Face model that has pictures."""
+
 
 def name_given(value: object) -> str:
     """Return a phrase for a value that was given: what it holds where that is known, else its type.
@@ -164,7 +167,7 @@ def _is_module(value: object) -> bool:
 
 def is_batch(value: object) -> bool:
     """Whether a value is a batch of a tokenizer or an image processor."""
-    return hasattr(value, "keys") and any(key in value for key in ("input_ids", "pixel_values"))  # type: ignore[operator]
+    return hasattr(value, "keys") and any(key in value for key in ("input_ids", PIXELS))  # type: ignore[operator]
 
 
 def is_chat(value: object) -> bool:

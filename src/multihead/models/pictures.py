@@ -14,13 +14,12 @@ import numpy as np
 import torch
 
 from multihead.errors import InputError, ModelError, MultiheadError
-from multihead.errors.given import is_array, reject_given
+from multihead.errors.given import PIXELS, is_array, reject_given
 from multihead.errors.optional import require
 from multihead.models.loading import LoadedModel, ModelDescription, check_text, silence_transformers
 from multihead.models.source import hub_access
 from multihead.tensors.undo import Undo
 
-PIXELS = "pixel_values"
 _EXPECTED = "the name of a picture's file, a picture of Pillow or an array of (height, width, channels)"
 
 
@@ -223,9 +222,7 @@ def load_processor(described: ModelDescription) -> Any:
     )
 
 
-def picture_call(
-    loaded: LoadedModel, processor: Any, images: Sequence[Any], text: str | None, *, max_tokens: int
-) -> dict[str, Any]:
+def picture_call(loaded: LoadedModel, processor: Any, images: Sequence[Any], text: str | None) -> dict[str, Any]:
     """Prepare the call of a model on pictures, and on a text, if it reads text too.
 
     Args:
@@ -233,10 +230,9 @@ def picture_call(
         processor: its processor.
         images: the pictures of the call.
         text: the text after the pictures; the chat template writes both where there is one.
-        max_tokens: the largest number of tokens that pictures may become.
 
     Raises:
-        InputError: the pictures become more tokens, or there are more than the model reads.
+        InputError: the processor does not read the pictures.
         ModelError: the model reads no text and got one, or needs one and got none.
     """
     has_tokenizer = getattr(processor, "tokenizer", None) is not None
@@ -263,13 +259,11 @@ def picture_call(
             "Give pictures of another size.",
         ) from error
     parameter = next(loaded.model.parameters())
-    call = {
+    return {
         name: value.to(parameter) if value.is_floating_point() else value.to(parameter.device)
         for name, value in made.items()
         if isinstance(value, torch.Tensor)
     }
-    check_number_of_tokens(number_of_picture_tokens(loaded, processor, call), max_tokens)
-    return call
 
 
 def _prompt(processor: Any, pictures: int, text: str) -> str:
@@ -284,7 +278,8 @@ def _prompt(processor: Any, pictures: int, text: str) -> str:
 
 def number_of_picture_tokens(loaded: LoadedModel, processor: Any, call: Mapping[str, Any]) -> int:
     """Return how many tokens the pictures of a call become: of a language model, those that mark pictures."""
-    known = (getattr(owner, name, None) for owner in (processor, loaded.config) for name in _PICTURE_TOKENS)
+    names = ("image_token_id", "image_token_index")
+    known = (getattr(owner, name, None) for owner in (processor, loaded.config) for name in names)
     mark = next((each for each in known if isinstance(each, int)), None)
     if mark is not None and "input_ids" in call and (count := int((call["input_ids"] == mark).sum())):
         return count
@@ -295,9 +290,6 @@ def number_of_picture_tokens(loaded: LoadedModel, processor: Any, call: Mapping[
     height, width = (size, size) if isinstance(size, int) else size if size is not None else (16, 16)
     frames = pixels.shape[:-3].numel()
     return int(frames * -(-pixels.shape[-2] // height) * -(-pixels.shape[-1] // width))
-
-
-_PICTURE_TOKENS = ("image_token_id", "image_token_index")
 
 
 def check_number_of_tokens(count: int, max_tokens: int) -> None:

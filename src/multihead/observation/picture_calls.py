@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import MultiheadError, ProbeError
+from multihead.errors.given import PIXELS
 from multihead.models.pretrained import pretrained_models
-from multihead.observation.picture_units import PIXELS, copy_pictures
+from multihead.observation.picture_units import copy_pictures
 from multihead.observation.places import LayerPlaces, Progress, measure_places
 from multihead.probes.catalogue import needs_pictures
 from multihead.probes.places import PlaceTable

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from multihead.errors import ArgumentError
-from multihead.errors.given import is_array, name_given
+from multihead.errors.given import PIXELS, is_array, name_given
 from multihead.errors.optional import require
 from multihead.probes.places import NO_PICTURE, PlaceTable
 from multihead.record.grey_copies import LONGEST_SIDE, Picture
@@ -27,7 +27,6 @@ from multihead.record.grey_copies import LONGEST_SIDE, Picture
 _PIXELS_PER_RAMP = 1024  # a longer side is read from several pictures, so that neighbouring patches differ in level
 _SAME_LEVEL = 0.05  # levels of one column differ by rounding errors only
 _MOST_SHARED = 0.05  # part of a frame that rounding lets it share with its neighbour
-PIXELS = "pixel_values"
 
 GreyPicture = Callable[[int, int, int], Tensor]
 """(number, width, height) -> grey levels of a picture, broadcasting to (height, width), from 0 to 255."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ModelError
+from multihead.errors.given import PIXELS
 from multihead.kernels.call import AttentionRequest
 from multihead.kernels.head_changes import apply_change
 from multihead.models import huggingface
 from multihead.models.pretrained import InputTracker, track_inputs
 from multihead.observation.layer_names import LayerNamer, module_names
-from multihead.observation.picture_units import PIXELS
 from multihead.tensors.tracing import original_module, run_uncompiled
 from multihead.tensors.undo import Undo
 

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from multihead.errors import ArgumentError, ProbeError
 from multihead.errors.arguments import check_integer
-from multihead.errors.given import check_ids, check_module, reject_given
+from multihead.errors.given import PIXELS, check_ids, check_module, reject_given
 from multihead.kinds import KINDS, Kind, check_kinds, kinds_named, probes_of
 from multihead.locale.escaping import escape_controls
 from multihead.models.trainer import call_around_steps
 from multihead.observation.observe import Options, record_calls
 from multihead.observation.picture_calls import PictureCall, modules_with_pictures, reject_picture_probe
-from multihead.observation.picture_units import PIXELS
 from multihead.observation.record import Record
 from multihead.observation.time_series import TimeSeries
 from multihead.probes.catalogue import ENTROPY, LARGEST_SCORE, needs_pictures

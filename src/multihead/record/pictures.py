@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -176,8 +177,8 @@ def plot_picture(
     if ax is None:
         ax = plt.subplots(figsize=(7, 6), layout="constrained")[1]
     if image is not None:
-        grey = image.convert("L") if hasattr(image, "convert") else image
-        ax.imshow(grey, cmap="gray", extent=(0, *_width_and_height(grey), 0), interpolation="nearest")
+        grey = np.asarray(image.convert("L") if hasattr(image, "convert") else image)
+        ax.imshow(grey, cmap="gray", extent=(0, grey.shape[1], grey.shape[0], 0), interpolation="nearest")
     shown = ax.imshow(
         weights.float().clamp(min=_LOWEST_SHOWN).numpy(),
         cmap=report_colormap(),
@@ -254,7 +255,3 @@ def _are_equal(one: PlaceTable | None, other: PlaceTable | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one.picture, other.picture) and torch.equal(one.patch, other.patch)
-
-
-def _width_and_height(grey: Any) -> tuple[int, int]:
-    return grey.size if hasattr(grey, "convert") else (grey.shape[1], grey.shape[0])

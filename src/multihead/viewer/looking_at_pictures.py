@@ -10,7 +10,13 @@ import torch
 from multihead.errors import ModelError
 from multihead.kinds import Kind
 from multihead.models.loading import LoadedModel, ModelDescription, describe, load, silence_transformers
-from multihead.models.pictures import ReadPictures, load_processor, number_of_picture_tokens, picture_call
+from multihead.models.pictures import (
+    ReadPictures,
+    check_number_of_tokens,
+    load_processor,
+    number_of_picture_tokens,
+    picture_call,
+)
 from multihead.models.source import FoundModel
 from multihead.observation.observe import Options, record_calls
 from multihead.observation.places import Progress
@@ -97,8 +103,9 @@ def look_at_pictures(
         with_text = tokenizer is not None and text is not None
         writes = with_text or getattr(loaded.config, "is_encoder_decoder", False)
         for group in [images] if with_text else [[image] for image in images]:
-            call = picture_call(loaded, processor, group, text, max_tokens=max_tokens - count)
+            call = picture_call(loaded, processor, group, text)
             count += number_of_picture_tokens(loaded, processor, call)
+            check_number_of_tokens(count, max_tokens)
             with silence_transformers():
                 if writes and getattr(model, "can_generate", lambda: False)():
                     model.generate(**call, do_sample=False, max_new_tokens=_MAX_ANSWER_TOKENS)  # type: ignore[operator]

@@ -207,7 +207,10 @@ function drawRows() {
     }
     saveAddress();
   }
-  for (const button of elementsIn($('placeheads'), 'button')) drawHead(button);
+  for (const button of elementsIn($('placeheads'), 'button')) {
+    markHead(button);
+    drawSmall(button.firstChild, views[shown], timesOf(headIn(button)), cell - 2 * FRAME);
+  }
   drawPicture();
   drawWords();
 }
@@ -392,12 +395,11 @@ const headIn = button => {
   const [l, h] = button.dataset.head.split(' ').map(Number);
   return { l, h };
 };
-function drawHead(button) {
-  const head = headIn(button);
-  const on = state.p?.l === head.l && state.p.h === head.h;
+function markHead(button) {
+  const { l, h } = headIn(button);
+  const on = state.p?.l === l && state.p.h === h;
   button.setAttribute('aria-pressed', String(on));
   button.tabIndex = on ? 0 : -1;
-  drawSmall(button.firstChild, views[shown], timesOf(head), cell - 2 * FRAME);
 }
 export function fadePictures(passes) {
   passing = passes;
@@ -410,10 +412,7 @@ export const kindsInPictures = () => list?.heads.map(({ l, h }) => record.allKin
 
 function pick(button) {
   state.p = headIn(button);
-  for (const each of elementsIn($('placeheads'), 'button')) {
-    each.setAttribute('aria-pressed', String(each === button));
-    each.tabIndex = each === button ? 0 : -1;
-  }
+  elementsIn($('placeheads'), 'button').forEach(markHead);
   drawPicture();
   drawWords();
   saveAddress();
@@ -453,13 +452,14 @@ const placeOf = event => {
 };
 canvas.onpointermove = event => point(placeOf(event));
 canvas.onpointerleave = () => point(-1);
-canvas.onclick = event => {
-  const place = placeOf(event);
-  if (place >= 0 && isQuery(views[shown].keys[place])) choose(views[shown].keys[place]);
-};
+function chooseAt(place) {
+  const key = views[shown].keys[place];
+  if (place >= 0 && isQuery(key)) choose(key);
+}
+canvas.onclick = event => chooseAt(placeOf(event));
 canvas.onkeydown = event => {
   const view = views[shown];
-  if (/^(Enter| )$/.test(event.key) && pointed >= 0 && isQuery(view.keys[pointed])) choose(view.keys[pointed]);
+  if (/^(Enter| )$/.test(event.key) && pointed >= 0) chooseAt(pointed);
   else if (ARROWS[event.key]) {
     const next = pointed < 0 ? (view.at.get(state.q) ?? 0) : placeBeside(view, pointed, ARROWS[event.key]);
     if (next >= 0) point(next);
