@@ -145,15 +145,12 @@ def importance(
 
 def _check_heads_off(inputs: InterventionInputs, number: int) -> None:
     """Reject more heads than the model has before each is switched off, which may take long."""
-    from multihead.interventions.heads import attention_layers
+    from multihead.interventions.heads import count_named_heads
     from multihead.interventions.together import check_off_together
 
-    counts = {layer.number: layer.num_heads for layer in attention_layers(inputs.loaded.model)}
-    if None in counts.values():
-        return
-    heads, keys = {(layer, head) for layer, count in counts.items() for head in range(count or 0)}, inputs.heads
-    named = {each for each in heads for key in keys or () if key.layer == each[0] and key.head in (None, each[1])}
-    check_off_together(number, len(inputs.texts), len(heads if keys is None else named), len(heads))
+    counts = count_named_heads(inputs.loaded.model, inputs.heads)
+    if counts is not None:
+        check_off_together(number, len(inputs.texts), *counts)
 
 
 def _measure(

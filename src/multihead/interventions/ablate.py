@@ -22,7 +22,7 @@ from multihead.interventions.factors import (
     values_of,
 )
 from multihead.interventions.followed import FollowedCall, follow_calls
-from multihead.interventions.heads import Head, HeadKey, attention_layers, require_head_of_layer, resolve_heads
+from multihead.interventions.heads import Head, HeadKey, count_named_heads, require_head_of_layer, resolve_heads
 from multihead.interventions.means import HeadMeans, MeanOver, head_means
 from multihead.interventions.replacements import (
     GivenOutput,
@@ -105,7 +105,9 @@ def ablate(
     """
     keys = resolve_heads(model, heads)
     if positions is None and samples is None and (isinstance(by, Tensor) or by in ("zero", "mean")):
-        _check_some_heads_stay(model, keys)
+        named, total = count_named_heads(model, keys) or (0, 1)
+        if named == total:
+            raise ArgumentError("The heads are all heads of the model.", "Leave some on.")
     replacement = replacement_of(model, by, reference=reference, mean_over=mean_over, seed=seed)
     return Intervention(model, dict.fromkeys(keys, 0.0), replacement, positions, samples, allow_mixed=allow_mixed)
 
@@ -399,19 +401,6 @@ def _means_of_reference(model: nn.Module, reference: HeadMeans | Iterable[Any] |
             )
         return reference
     return head_means(model, reference, over=over)
-
-
-def _check_some_heads_stay(model: nn.Module, keys: list[HeadKey]) -> None:
-    """Reject keys that name every head of the model."""
-    left = set()
-    for layer in attention_layers(model):
-        if layer.num_heads is None:
-            return
-        left |= {(layer.number, layer.name, head) for head in range(layer.num_heads)}
-    for key in keys:
-        left = {each for each in left if key.layer not in each[:2] or key.head not in (None, each[2])}
-    if not left:
-        raise ArgumentError("The heads are all heads of the model.", "Leave some on.")
 
 
 def check_positions(positions: Any) -> tuple[int, ...] | slice | None:

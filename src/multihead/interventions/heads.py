@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 from torch import nn
@@ -185,6 +185,18 @@ def _check_key_exists(model: nn.Module, key: HeadKey, layers: list[AttentionLaye
 def _is_same_module(name: str, other: str) -> bool:
     """Whether two qualified names may be those of one module, in a model and in a larger model around it."""
     return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
+
+
+def count_named_heads(model: nn.Module, keys: Sequence[HeadKey] | None) -> tuple[int, int] | None:
+    """Return how many heads of a model are named, all for None, and how many it has; None if that is unknown."""
+    layers = attention_layers(model)
+    if any(layer.num_heads is None for layer in layers):
+        return None
+    heads = [(layer.number, layer.name, head) for layer in layers for head in range(layer.num_heads or 0)]
+    if keys is None:
+        return len(heads), len(heads)
+    named = [each for each in heads if any(key.layer in each[:2] and key.head in (None, each[2]) for key in keys)]
+    return len(named), len(heads)
 
 
 def require_head_of_layer(number: int, name: str, num_heads: int, head: int) -> None:
