@@ -422,6 +422,60 @@ def _mllama() -> Family:
     return Family(model, processor, inputs, nest=lambda pictures: [pictures])
 
 
+def _lighton_ocr() -> Family:
+    config = hf.LightOnOcrConfig(
+        text_config={"model_type": "qwen3", **_TEXT, "head_dim": 8}, image_token_id=PICTURE_TOKEN, spatial_merge_size=2,
+        vision_config={"model_type": "pixtral", **_PATCHED, "image_size": 112},
+    )  # fmt: skip
+    processor = hf.PixtralImageProcessorPil(size={"longest_edge": 112}, patch_size={"height": 28, "width": 28})
+    return _counted(hf.LightOnOcrForConditionalGeneration(config), processor, "image_sizes")
+
+
+def _deepseek_vl() -> Family:
+    config = hf.DeepseekVLConfig(text_config=_LLAMA, vision_config=_SIGLIP_TOWER, image_token_id=PICTURE_TOKEN)
+    model, processor = hf.DeepseekVLForConditionalGeneration(config).eval(), hf.SiglipImageProcessorPil(**_SQUARE)
+    return Family(model, processor, _of_counts(lambda _: [[16]]))
+
+
+def _ovis2() -> Family:
+    tower = {**_PATCHED, "vocab_size": 40, "hidden_stride": 2, "num_visual_indicator_tokens": 5}
+    config = hf.Ovis2Config(
+        text_config={"model_type": "qwen2", **_TEXT}, vision_config=tower, image_token_id=PICTURE_TOKEN,
+        visual_indicator_token_ids=[51, 52, 53, 54, 55], hidden_size=32, vocab_size=60,
+    )  # fmt: skip
+    processor = hf.Ovis2ImageProcessorPil(**_SQUARE, crop_to_patches=False)
+    return Family(hf.Ovis2ForConditionalGeneration(config).eval(), processor, _of_counts(lambda _: [[4]]))
+
+
+def _video_llama3() -> Family:
+    config = hf.VideoLlama3Config(
+        text_config={"model_type": "qwen2", **_TEXT}, vision_config={**_SIZES, "patch_size": 14}, image_token_id=50
+    )
+    processor = hf.VideoLlama3ImageProcessorPil(patch_size=14, merge_size=2, min_pixels=56 * 56, max_pixels=112 * 112)
+    inputs = _of_counts(lambda made: [[int(made["image_grid_thw"].prod()) // 4]], "image_grid_thw", "image_merge_sizes")
+    return Family(hf.VideoLlama3ForConditionalGeneration(config).eval(), processor, inputs)
+
+
+def _gemma4() -> Family:
+    text = {**_TEXT, "head_dim": 8, "global_head_dim": 8, "sliding_window": 64, "pad_token_id": 0}
+    tower = {**_SIZES, "head_dim": 8, "num_key_value_heads": 4, "patch_size": 14, "pooling_kernel_size": 2}
+    config = hf.Gemma4Config(
+        text_config={**text, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60}, audio_config=None,
+        vision_config={**tower, "position_embedding_size": 64}, image_token_id=PICTURE_TOKEN,
+    )  # fmt: skip
+    processor = hf.Gemma4ImageProcessorPil(patch_size=14, pooling_kernel_size=2, max_soft_tokens=70)
+    inputs = _of_counts(lambda made: [[made["num_soft_tokens_per_image"][0]]], "image_position_ids")
+    return Family(hf.Gemma4ForConditionalGeneration(config).eval(), processor, inputs)
+
+
+def _paddle_ocr_vl() -> Family:
+    text = _qwen_text([1, 1, 2], head_dim=8)
+    config = hf.PaddleOCRVLConfig(text_config=text, vision_config={**_PATCHED, "spatial_merge_size": 2}, **_QWEN_TOKENS)
+    size = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
+    processor = hf.PaddleOCRVLImageProcessorPil(patch_size=14, merge_size=2, size=size)
+    return Family(hf.PaddleOCRVLForConditionalGeneration(config).eval(), processor, _qwen_inputs(batch=False))
+
+
 _LIKE_VIT = {  # name -> the model's class and what differs from the ViT
     "AIMv2": ("Aimv2Vision", {"use_head": False}),
     "AltCLIP": ("AltCLIPVision", {}),
@@ -488,4 +542,10 @@ LANGUAGE_MODELS: dict[str, Callable[[], Family]] = {
     "GLM-4V": _glm4v,
     "Llama 4": _llama4,
     "Llama 3.2 Vision": _mllama,
+    "DeepSeek-VL": _deepseek_vl,
+    "Gemma 4": _gemma4,
+    "LightOnOCR": _lighton_ocr,
+    "Ovis 2": _ovis2,
+    "PaddleOCR-VL": _paddle_ocr_vl,
+    "VideoLLaMA 3": _video_llama3,
 }

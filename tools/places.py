@@ -23,21 +23,24 @@ import multihead as mh
 
 WITHOUT_PLACES = {
     "they compute attention themselves, without transformers' AttentionInterface": (
-        "AIMv2 with its pooling head, BLIP, CvT, Data2Vec, Donut, GLPN, GOT-OCR 2, GroupViT, LeViT, MaskFormer's Swin, "
-        "MobileViT, PVT, PVT v2, SAM, SwiftFormer, Swin v2, ViLT, ViTDet"
+        "AIMv2 with its pooling head, BLIP, CvT, Data2Vec, Donut, GIT's language model, GLPN, GOT-OCR 2, GroupViT, "
+        "Janus, LeViT, MaskFormer's Swin, MobileViT, PVT, PVT v2, SAM, SwiftFormer, Swin v2, ViLT, ViTDet"
     ),
     "their patches overlap, so that each token is computed from parts of several": "Florence-2, SegFormer, ViTPose",
     "they have no attention": "ConvNeXT, FocalNet and other networks of convolutions",
     "pixels are replaced by codes of a table": "ImageGPT",
     "the picture reaches the language model by attention alone; the image encoder has places": (
-        "BLIP-2, Idefics 2, Kosmos-2"
+        "Aria, BLIP-2, Idefics 2, InstructBLIP, Kosmos-2"
+    ),
+    "convolutions or linear attention of the language model mix its tokens; the image encoder has places": (
+        "LFM2-VL, Qwen3.5"
     ),
     "they read videos": "TimeSformer, VideoMAE, ViViT, X-CLIP",
     "a package that they need is not installed here, so they were not tried": (
         "DETR and others with timm, DiNAT (natten), EoMT (scipy)"
     ),
 }
-"""reason -> the families whose tokens have no places"""
+"""reason -> the families whose tokens have no places; families of transformers that are not named were not tried"""
 
 
 def main(parts: list[str]) -> int:
