@@ -74,10 +74,6 @@ def _clip(**more: Any) -> Any:
     return hf.CLIPImageProcessorPil(**{**_CLIP, **more})
 
 
-def _vit() -> Family:
-    return _of_pixels(hf.ViTModel, hf.ViTConfig(**_PATCHED), hf.ViTImageProcessorPil(**_SQUARE))
-
-
 def _vit_of_another_size() -> Family:
     def inputs(made: Inputs) -> Inputs:
         return {"pixel_values": made["pixel_values"], "interpolate_pos_encoding": True}
@@ -128,19 +124,6 @@ def _beit() -> Family:
     return _of_pixels(
         hf.BeitModel, hf.BeitConfig(**_PATCHED), hf.BeitImageProcessorPil(**_SQUARE, do_center_crop=False)
     )
-
-
-def _ijepa() -> Family:
-    return _of_pixels(hf.IJepaModel, hf.IJepaConfig(**_PATCHED), hf.ViTImageProcessorPil(**_SQUARE))
-
-
-def _yolos() -> Family:
-    config = hf.YolosConfig(**{**_PATCHED, "image_size": [56, 56]}, num_detection_tokens=5)
-    return _of_pixels(hf.YolosModel, config, hf.ViTImageProcessorPil(**_SQUARE))
-
-
-def _vit_mae() -> Family:
-    return _of_pixels(hf.ViTMAEModel, hf.ViTMAEConfig(**_PATCHED, mask_ratio=0.5), hf.ViTImageProcessorPil(**_SQUARE))
 
 
 def _swin() -> Family:
@@ -484,6 +467,7 @@ _LIKE_VIT = {  # name -> the model's class and what differs from the ViT
     "CLIPSeg": ("CLIPSegVision", {}),
     "DPT": ("DPT", {"backbone_out_indices": [0, 1], "neck_hidden_sizes": [8, 8]}),
     "GIT": ("GitVision", {}),
+    "I-JEPA": ("IJepa", {}),
     "InstructBLIP": ("InstructBlipVision", {}),
     "MetaCLIP 2": ("MetaClip2Vision", {}),
     "MLCD": ("MLCDVision", {}),
@@ -491,7 +475,10 @@ _LIKE_VIT = {  # name -> the model's class and what differs from the ViT
     "OWLv2": ("Owlv2Vision", {}),
     "Pixio": ("Pixio", {}),
     "TIPSv2": ("Tipsv2Vision", {}),
+    "ViT": ("ViT", {}),
+    "ViT-MAE": ("ViTMAE", {"mask_ratio": 0.5}),
     "ViT-MSN": ("ViTMSN", {}),
+    "YOLOS": ("Yolos", {"image_size": [56, 56], "num_detection_tokens": 5}),
 }
 
 
@@ -501,7 +488,6 @@ def _like_vit(name: str, options: Inputs) -> Family:
 
 
 ENCODERS: dict[str, Callable[[], Family]] = {
-    "ViT": _vit,
     "ViT, another size": _vit_of_another_size,
     "DeiT": _deit,
     "DINOv2": _dinov2,
@@ -511,9 +497,6 @@ ENCODERS: dict[str, Callable[[], Family]] = {
     "CLIP": _clip_vision,
     "SigLIP": _siglip,
     "BEiT": _beit,
-    "I-JEPA": _ijepa,
-    "YOLOS": _yolos,
-    "ViT-MAE": _vit_mae,
     "Swin": _swin,
     "Pixtral, two sizes": _pixtral,
     "SigLIP 2": _siglip2,

@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import transformers as hf
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 import multihead as mh
 from tests.live_bytes import live_bytes
@@ -26,6 +27,7 @@ from tests.picture_records import written
 from tests.viewer.page import Page
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+EIGHT = {**SIZES, "image_size": 8, "patch_size": 4}
 DINO = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 24, "patch_size": 4}
 
 
@@ -81,60 +83,54 @@ def test_a_file_with_the_numbers_of_rows_and_columns_of_an_image_has_places(tmp_
     assert text.boxes[6] == (0, 0, 5, None, (1, 2))
 
 
+ALONE = dict  # the inputs of a model that takes pixels alone
+
+
 @pytest.mark.parametrize(
-    ("model", "first"),
+    ("build", "inputs", "size", "first"),
     [
-        (hf.DeiTModel(hf.DeiTConfig(**SIZES, image_size=8, patch_size=4)), ["[CLS]", "[DIST]"]),
+        (lambda: hf.DeiTModel(hf.DeiTConfig(**EIGHT)), ALONE, (8, 8), ["[CLS]", "[DIST]"]),
         (
-            hf.Dinov2WithRegistersModel(
-                hf.Dinov2WithRegistersConfig(**{**DINO, "image_size": 8}, num_register_tokens=2)
-            ),
+            lambda: hf.CLIPVisionModel(hf.CLIPVisionConfig(**EIGHT)),
+            ALONE,
+            (8, 8),
+            ["[CLS]"],
+        ),
+        (lambda: hf.SiglipVisionModel(hf.SiglipVisionConfig(**EIGHT)), ALONE, (8, 8), []),
+        (
+            lambda: hf.Dinov2WithRegistersModel(hf.Dinov2WithRegistersConfig(**DINO, num_register_tokens=2)),
+            ALONE,
+            (24, 24),
             ["[CLS]", "[REG 1]", "[REG 2]"],
         ),
-        (hf.CLIPVisionModel(hf.CLIPVisionConfig(**SIZES, image_size=8, patch_size=4)), ["[CLS]"]),
-        (hf.SiglipVisionModel(hf.SiglipVisionConfig(**SIZES, image_size=8, patch_size=4)), []),
-    ],
-    ids=["DeiT", "DINOv2 with registers", "CLIP", "SigLIP"],
-)
-def test_the_tokens_that_come_from_no_picture_are_named_by_parameters(model: nn.Module, first: list[str]) -> None:
-    text = observed(model, 8, 8)[0].sample().text
-    assert text.tokens == [*first, *grid(2, 2)]
-
-
-def pixtral(pixels: Tensor) -> dict[str, Any]:
-    return {"pixel_values": pixels, "image_sizes": torch.tensor([[16, 36]])}
-
-
-@pytest.mark.parametrize(
-    ("build", "inputs", "first"),
-    [
-        (lambda: hf.Dinov2Model(hf.Dinov2Config(**DINO)), lambda x: {"pixel_values": x}, ["[CLS]"]),
+        (lambda: hf.Dinov2Model(hf.Dinov2Config(**DINO)), ALONE, (16, 36), ["[CLS]"]),
         (
             lambda: hf.DINOv3ViTModel(hf.DINOv3ViTConfig(**SIZES, image_size=24, patch_size=4, num_register_tokens=1)),
-            lambda x: {"pixel_values": x},
-            ["[CLS]", "[REGISTER]"],
+            ALONE,
+            (16, 36),
+            ["[CLS]", "[REG]"],
         ),
-        (lambda: vit(24), lambda x: {"pixel_values": x, "interpolate_pos_encoding": True}, ["[CLS]"]),
+        (lambda: vit(24), partial(dict, interpolate_pos_encoding=True), (16, 36), ["[CLS]"]),
         (
             lambda: hf.PixtralVisionModel(hf.PixtralVisionConfig(**SIZES, image_size=24, patch_size=4)),
-            pixtral,
+            partial(dict, image_sizes=torch.tensor([[16, 36]])),
+            (16, 36),
             [],
         ),
     ],
-    ids=["DINOv2", "DINOv3", "ViT", "Pixtral"],
+    ids=["DeiT", "CLIP", "SigLIP", "DINOv2 with registers", "DINOv2", "DINOv3", "ViT", "Pixtral"],
 )
-def test_a_picture_of_another_size_than_the_configuration_has_its_own_rows_and_columns(
-    build: Callable[[], nn.Module], inputs: Callable[[Tensor], dict[str, Any]], first: list[str]
+def test_patches_are_named_in_the_picture_that_is_read_whatever_the_configuration_and_others_by_parameters(
+    build: Callable[[], nn.Module], inputs: Callable[..., dict[str, Any]], size: tuple[int, int], first: list[str]
 ) -> None:
     model = build().eval()
     with torch.no_grad(), mh.observe(model) as seen:
-        model(**inputs(torch.randn(1, 3, 16, 36)))
-    first = [each.replace("REGISTER", "REG") for each in first]
-    assert seen[0].sample().text.tokens == [*first, *grid(4, 9)]
+        model(**inputs(pixel_values=torch.randn(1, 3, *size)))
+    assert seen[0].sample().text.tokens == [*first, *grid(size[0] // 4, size[1] // 4)]
 
 
 def test_the_patches_that_vit_mae_keeps_have_the_places_of_the_observed_call() -> None:
-    model = hf.ViTMAEModel(hf.ViTMAEConfig(**SIZES, image_size=8, patch_size=4, mask_ratio=0.5)).eval()
+    model = hf.ViTMAEModel(hf.ViTMAEConfig(**EIGHT, mask_ratio=0.5)).eval()
     pixels, found = torch.zeros(1, 3, 8, 8), []
     torch.manual_seed(3)
     for patch in range(4):
@@ -161,7 +157,7 @@ def test_windows_of_a_picture_are_named_in_the_order_of_the_layer() -> None:
 
 def test_of_a_model_of_texts_and_images_the_image_encoder_is_named_without_a_processor() -> None:
     text = hf.CLIPTextConfig(**SIZES, vocab_size=20, max_position_embeddings=9)
-    vision = hf.CLIPVisionConfig(**SIZES, image_size=8, patch_size=4)
+    vision = hf.CLIPVisionConfig(**EIGHT)
     model = hf.CLIPModel(hf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=8))
     seen = observed(model, 8, 8, input_ids=torch.randint(3, 9, (2, 5)))
     of_layers = {layer.name.partition(".")[0]: layer.sample().text for layer in seen.layers}

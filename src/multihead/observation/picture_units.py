@@ -412,13 +412,7 @@ def _table(picture: Tensor, view: Tensor, box: Tensor, live: Tensor) -> PlaceTab
                 least = (box[part, axis + 2] - box[part, axis]).median() / 2
                 ranks.append(_ranks((box[part, axis] + box[part, axis + 2]) / 2, float(least)))
             cell[part] = torch.stack([*ranks, *(rank.amax().add(1).expand(len(rank)) for rank in ranks)], 1)
-    return PlaceTable(
-        picture.masked_fill(~live, NO_PICTURE),
-        view.masked_fill(~live, -1),
-        patch.masked_fill(~live, -1),
-        box.float().masked_fill(~live[:, None], torch.nan),
-        cell,
-    )
+    return PlaceTable(picture, view, patch, box.float(), cell).where(live, NO_PICTURE)
 
 
 def _patch_sizes(model: nn.Module, channels: int) -> list[tuple[int, int]]:

@@ -189,10 +189,10 @@ class PlaceTable:
         picture, view, patch = (each.reshape(sizes) for each in (self.picture, self.view, self.patch))
         return PlaceTable(picture, view, patch, self.box.reshape(*sizes, 4), self.cell.reshape(*sizes, 4))
 
-    def where(self, placed: Tensor) -> PlaceTable:
-        """Return a table in which the keys that are not `placed`, (..., keys) bool, have no place."""
+    def where(self, placed: Tensor, picture: int = NO_PLACE) -> PlaceTable:
+        """Return a table in which the keys that are not `placed`, (..., keys) bool, have no place, but a `picture`."""
         return PlaceTable(
-            self.picture.masked_fill(~placed, NO_PLACE),
+            self.picture.masked_fill(~placed, picture),
             self.view.masked_fill(~placed, -1),
             self.patch.masked_fill(~placed, -1),
             self.box.masked_fill(~placed[..., None], torch.nan),

@@ -128,7 +128,7 @@ def opening_head(record: Record) -> OpeningHead:
     for layer in record.layers:
         one = layer.sample()
         boxes = one.text.boxes
-        if one.cross_attention or boxes is None or not bool((boxes.cell >= 0).any()):
+        if one.cross_attention or boxes is None or not boxes.has_cells:
             continue
         query = 0 if one.text.ids is None else max(one.calls[0][0][1] - 1, 0)
         weights = read_by_query(layer, query).weights.masked_fill(boxes.picture < 0, 0)
