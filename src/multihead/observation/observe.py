@@ -79,9 +79,9 @@ def observe(
         probes: the statistics, by name or as values such as `probes.offset_mass(-5)`; None takes the ones that cost
             next to nothing, `multihead.probes.DEFAULT`. A probe is skipped for calls that lack an input of the probe:
             token ids, special tokens, an output projection or learned sinks, or places in pictures. A model that takes
-            no pictures rejects those of pictures, unless all of `multihead.probes.PROBES` are given; one that takes
-            some has them among its default ones. With keep="statistics" or "summary" places are measured before a call
-            runs, once for calls that are equal apart from the pixels.
+            no pictures rejects those of pictures, unless all of them are given among others, as they are in
+            `multihead.probes.PROBES`; one that takes some has them among its default ones. With keep="statistics" or
+            "summary" places are measured before a call runs, once for calls that are equal apart from the pixels.
         special_ids: the token ids that `special_mass` counts, such as the ids of [CLS] and [SEP]; by default the
             special ids of the tokenizer, if there is one.
         tokenizer: a Hugging Face tokenizer that names the tokens of the texts, see `Record.name_tokens`.
@@ -165,8 +165,8 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
     named = resolve_probes((*(() if probes is None else resolve_probes(probes)), *probes_of(kinds)))
     asked = any(needs_pictures(probe) for probe in named)
     takes_pictures = (asked or options.names_pictures) and bool(modules_with_pictures(root))
-    if not takes_pictures and not PROBES.keys() <= {probe.name for probe in named}:
-        for probe in named:  # who names all probes names those of other models too
+    if not takes_pictures and not {probe.name for probe in PICTURE_PROBES} < {probe.name for probe in named}:
+        for probe in named:  # who names all probes, or all with one number per query, names those of other models too
             reject_picture_probe(probe)
     of_models = PICTURE_PROBES if options.names_pictures and takes_pictures else ()
     chosen = resolve_probes((*DEFAULT, *of_models, *named)) if probes is None else named
