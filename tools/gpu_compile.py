@@ -318,7 +318,9 @@ def main() -> None:
                 tables = read_known()
                 tables.setdefault(version, {}).setdefault(kind, {})[target] = numbers
                 found = {"code": code_of(CODE_ON_DEVICE), "torch": TRITONS, "triton": tables}
-                FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                written = FILE.with_suffix(".written")  # so a run that is stopped leaves a whole table
+                written.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                written.replace(FILE)
         if process.returncode:
             raise SystemExit(process.returncode)
 
