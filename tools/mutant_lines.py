@@ -73,7 +73,7 @@ FUZZED = (
     Mutant("weights", "rows are computed from a logsumexp of 1e38", "probes/tile.py",
            "if request.bias is None or is_traced() or is_finite_and_small(logsumexp):", "if request is not None:",
            ("tests/probes/test_tile.py",)),
-    Mutant("records", "padding that sees a learned key is recorded", "observation/recorder.py",
+    Mutant("records", "padding that sees a learned key is recorded", "observation/samples.py",
            "elif request.origin is not None and request.origin.unpadded_queries is not None:", "elif request is None:",
            ("tests/observation/test_recorder.py",)),
     Mutant("position bias", "one of a user is taken to depend on the distance only", "layer/arguments.py",

@@ -108,8 +108,8 @@ def attention(
         raise_unknown_keywords(attention, unknown, FUNCTION_REPLACEMENTS)
     options, around = (mask, bias, softcap, sinks, scale, dropout, query_start), find_surroundings()
     if kernel is not None:
-        return _attend_by_plan(q, k, v, options, around, kernel)[0]
-    return short_call.attend(q, k, v, options, around, _attend_by_plan, None)[0]
+        return _output_by_plan(q, k, v, options, around, kernel)[0]
+    return short_call.attend(q, k, v, options, around, _output_by_plan, None)[0]
 
 
 def attention_with_logsumexp(
@@ -149,10 +149,19 @@ def attention_with_logsumexp(
     return short_call.attend(q, k, v, options, around, _attend_by_plan, None, logsumexp=True)[:2]  # type: ignore[return-value]
 
 
+def _output_by_plan(
+    q: Tensor, k: Tensor, v: Tensor | None, options: AttentionArguments, around: Surroundings, kernel: str | None
+) -> tuple[Tensor]:
+    """Check and plan a call of `attention`, and run the kernel that is named or chosen: the output."""
+    request, dims = _request_of_arguments(q, k, v, options, around)
+    output = attend(request, kernel=kernel).output
+    return (output if dims is None else dims.restore(output),)
+
+
 def _attend_by_plan(
     q: Tensor, k: Tensor, v: Tensor | None, options: AttentionArguments, around: Surroundings, kernel: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Check and plan a call of `attention`, and run the kernel that is named or chosen: output and logsumexp."""
+    """Check and plan a call of `attention_with_logsumexp`, and run its kernel: output and logsumexp."""
     request, dims = _request_of_arguments(q, k, v, options, around)
     result = attend(request, kernel=kernel)
     if dims is None:

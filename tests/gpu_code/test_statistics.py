@@ -17,7 +17,11 @@ from torch import Tensor
 
 import multihead as mh
 from multihead import masks
+from multihead.functional import request_of
+from multihead.kernels.parts import ENTROPY, LARGEST_KEY
+from multihead.kernels.plan.bounds import bounds_of
 from multihead.kernels.proven import UNPROVEN_VARIABLE
+from multihead.kernels.triton.statistics import measure_in_one_pass
 from multihead.probes import ProbeContext, first_keys_mass, offset_mass
 from tests import drawing, oracle
 from tests.gpu_code.interpreter import interpreted_gpu, nan_in_searches
@@ -173,6 +177,27 @@ def test_first_keys_of_packed_texts_and_sets_of_tokens(gpu: Gpu) -> None:
     exact = mh.statistics(q.double(), k.double(), mask=mask, probes=names, context=ProbeContext(ids=ids))
     for name, value in exact.items():
         compare(name, to_cpu(found[name]), value, 1e-5)
+
+
+def test_a_logsumexp_is_read_as_kernels_write_it(gpu: Gpu) -> None:
+    """Inf for a query that sees a NaN, or is in a tile with a hidden one, and anything for one that sees no key."""
+    q, k = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
+    q[:, :, 3] = torch.nan
+    mask = masks.Window(4) & masks.Lengths((20,))
+    exact = mh.attention_with_logsumexp(q.double(), k.double(), k.double(), mask=mask)[1].float()
+    written = exact.clone()
+    written[:, :, (3, 10)] = torch.inf
+    written[:, :, 23:30], written[:, :, 30:35], written[:, :, 35:] = torch.nan, torch.inf, 7.0
+    request = request_of(to_gpu(q), to_gpu(k), to_gpu(k), mask)
+    wanted = {ENTROPY.name, LARGEST_KEY.name}
+    measured = measure_in_one_pass(request, bounds_of(request), wanted, logsumexp=to_gpu(written))
+    assert measured is not None
+    logsumexp, entropy, key = map(to_cpu, (measured.logsumexp, *map(measured.parts(wanted).get, sorted(wanted))))
+    bad = torch.arange(40).eq(3) | torch.arange(40).eq(10)
+    torch.testing.assert_close(logsumexp[:, :, ~bad], exact[:, :, ~bad], rtol=3e-7, atol=0)
+    assert bool((logsumexp[:, :, bad].isnan() & entropy[:, :, bad].isnan() & (key[:, :, bad] == -1)).all())
+    assert bool(((entropy[:, :, 23:] == 0) & (key[:, :, 23:] == -1)).all())
+    assert not bool(entropy[:, :, ~bad].isnan().any())
 
 
 @half_of_the_cases

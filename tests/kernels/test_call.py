@@ -53,6 +53,24 @@ def test_each_call_has_statistics_of_its_own() -> None:
     assert second.statistics == {}
 
 
+def test_a_logsumexp_is_finished_once_when_it_is_read_with_its_gradient() -> None:
+    written, finished = torch.tensor([1.0, torch.inf], requires_grad=True), []
+
+    def finish(logsumexp: torch.Tensor) -> torch.Tensor:
+        finished.append(logsumexp)
+        return logsumexp.nan_to_num(torch.nan, torch.nan)
+
+    result = AttentionResult(torch.zeros(1), written, finish=finish)
+    assert finished == []
+    with torch.no_grad():
+        read = result.logsumexp
+    assert result.logsumexp is read
+    assert len(finished) == 1
+    assert read.tolist()[0] == 1
+    assert bool(read.isnan()[1])
+    assert read.requires_grad
+
+
 class Ear:
     """A listener that keeps what it hears."""
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import multihead as mh
+from multihead import masks
 from multihead.counting.batches import TextBatch
 from multihead.counting.tally import CensusTally, census_probes, replace_attention
 from multihead.kernels.proven import UNPROVEN_VARIABLE
@@ -66,7 +68,7 @@ def test_a_record_of_decoding_is_that_of_the_cpu(gpu: Gpu, keep: str, padded: bo
     seen_by(model, to_gpu(ids), keep, to_gpu(padding), steps=1)  # plans
     begin_to_count()
     seen = seen_by(model, to_gpu(ids), keep, to_gpu(padding), steps=3)
-    assert gpu.counts.launches["measure_queries"] == 4 + 1  # the first call does not know yet that one launch suffices
+    assert gpu.counts.launches["measure_queries"] == 4
     assert gpu.counts.reads["event"] == 0
     for sample, of_cpu in zip(seen.layers[0].samples, right.layers[0].samples, strict=True):
         check_close(sample.statistics, of_cpu.statistics)
@@ -74,6 +76,66 @@ def test_a_record_of_decoding_is_that_of_the_cpu(gpu: Gpu, keep: str, padded: bo
         assert torch.equal(sample.text.ids, of_cpu.text.ids)
         check_close({"logsumexp": sample.logsumexp.all_rows()}, {"logsumexp": of_cpu.logsumexp.all_rows()})
         if keep != "statistics":
+            check_close({"weights": sample.weights()}, {"weights": of_cpu.weights()})
+
+
+class Layers(nn.Module):
+    """Two layers, each with a cache of its own, or with a memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(mh.MultiHeadAttention(32, 2).eval() for _ in range(2))
+
+    def forward(self, x: Any, caches: Any = (None, None), **options: Any) -> Any:
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, cache=cache, **options)
+        return x
+
+
+def on_gpu(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(to_gpu(parameter.detach()), requires_grad=False)
+    return model
+
+
+TEXTS: dict[str, tuple[dict[str, Any], bool, int, int]] = {
+    # options, whether steps of decoding follow, and the launches and reads of a layer in the last step, or the call
+    "several texts in a row": ({"mask": masks.Causal() & masks.Documents((8, 16))}, True, 2, 0),
+    "lengths, in one row": ({"mask": masks.Causal(), "lengths": (12, 5)}, False, 2, 0),
+    "lengths, with a cache": ({"mask": masks.Causal(), "lengths": (12, 5)}, True, 6, 2),
+    "a memory with lengths": ({"memory": torch.randn(2, 9, 32), "memory_lengths": (9, 3)}, False, 2, 0),
+}
+
+
+@pytest.mark.parametrize("keep", ["cpu", "summary"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_layers_of_this_library_are_those_of_the_cpu(gpu: Gpu, name: str, keep: Any) -> None:
+    options, decodes, most, reads = TEXTS[name]
+    x, later = torch.randn(2, 15, 32, generator=torch.Generator().manual_seed(0)).split((12, 3), 1)
+    records, counts = [], []
+    for put in (Tensor.clone, to_gpu):
+        model = Layers() if put is Tensor.clone else on_gpu(Layers())
+        given = {key: put(each) if isinstance(each, Tensor) else each for key, each in options.items()}
+        for observes in (True, False, True):
+            with mh.observe(model, keep=keep) if observes else nullcontext() as seen:
+                caches = [mh.KeyValueCache() for _ in range(2)] if decodes else (None, None)
+                begin_to_count()
+                model(put(x), caches, **given)
+                for step in range(3 if decodes else 0):
+                    begin_to_count()
+                    model(put(later[:, step : step + 1]), caches, mask=given["mask"])
+                counts.append(gpu.counts.totals)
+        records.append(seen)
+    plain, observed = counts[4:]
+    assert observed["launches"] <= plain["launches"] + 2 * most + 1  # what is found once per pass
+    assert observed["reads"] <= plain["reads"] + 2 * reads + 1
+    for got, right in zip(records[1].layers, records[0].layers, strict=True):
+        check_close(got.means(), right.means())
+        for sample, of_cpu in zip(got.samples, right.samples, strict=True):
+            check_close(sample.statistics, of_cpu.statistics)
             check_close({"weights": sample.weights()}, {"weights": of_cpu.weights()})
 
 

@@ -1,8 +1,9 @@
 """A simulated GPU: tensors whose device is cuda and whose values are held on the CPU; what a GPU would do is counted.
 
 In `with simulated_gpu() as gpu:` the library takes its own way for CUDA. An operator is a launch, except for views and
-allocations; reading a value is a host read, moving a tensor to the device a copy. Attention operators and compiled
-flex_attention, which a build of PyTorch for the CPU lacks, are those of `operators.py`. It needs no Triton and no
+allocations; reading a value is a host read, moving a tensor to the device a copy. An operator that gets tensors of the
+CPU too raises an error, as a GPU does. Attention operators and compiled flex_attention, which a build of PyTorch for
+the CPU lacks, are those of `operators.py`. It needs no Triton and no
 compiler. Gradients through autograd do not work here, because its engine has no queue for the device; second calls are
 compared, because the first one makes plans.
 """
@@ -139,6 +140,7 @@ class Gpu:
         if not to_device and not any(builtins.type(leaf) is OnGpu for leaf in leaves):
             return func(*args, **kwargs)
         name = _name_of(func)
+        _check_devices(name, args, leaves)
         to_host = name == "_to_copy" and device is not None and not to_device
         given, options = to_cpu(args), {each: to_cpu(value) for each, value in kwargs.items()}
         if to_device:
@@ -167,8 +169,24 @@ class Gpu:
             self.counts.launches[name] += 1
             if name in ("index", "index_put_") and _selects_by_mask(name, args):
                 self.read(f"{name} by a mask")
-        if any(isinstance(leaf, Tensor) and builtins.type(leaf) is not OnGpu and leaf.dim() for leaf in leaves):
+        if any(_is_on_cpu(leaf) and leaf.dim() for leaf in leaves):
             self.counts.copies[name] += 1
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return isinstance(value, Tensor) and builtins.type(value) is not OnGpu
+
+
+def _check_devices(name: str, args: tuple[Any, ...], leaves: list[Any]) -> None:
+    """Raise the error of a GPU for tensors of the CPU next to its own; one without dimensions is a number."""
+    if name in ("copy_", "_to_copy"):
+        return
+    if name in ("index", "index_put_") and not _is_on_cpu(args[0]):  # indices may be on the CPU
+        leaves = list(args[2:])
+    written = name.endswith("_") and _is_on_cpu(args[0])
+    if written or any(_is_on_cpu(leaf) and leaf.dim() for leaf in leaves):
+        device = _gpu().device
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {name} of {device} and cpu!")
 
 
 def _selects_by_mask(name: str, args: tuple[Any, ...]) -> bool:

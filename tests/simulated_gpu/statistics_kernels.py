@@ -108,7 +108,7 @@ def measure_queries(programs: int, given: dict[str, Any]) -> None:
     near = sum((j - position == offset).double() for offset in offsets if abs(offset) <= given["near_reach"])
     rows.append((p * near).sum(-1))
     key = torch.where(some, call.scores.argmax(-1), -1)
-    is_bad = logsumexp.isnan() | (some & p.isnan().any(-1))
+    is_bad = some & (~(logsumexp < torch.inf) | p.isnan().any(-1))
     _write_rows(given, [entropy.exp(), largest, *rows], key, some, is_bad)
 
 

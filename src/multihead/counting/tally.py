@@ -41,6 +41,7 @@ from multihead.models.huggingface import install
 from multihead.models.packed import leave_out_padding
 from multihead.models.pretrained import track_inputs
 from multihead.models.token_ids import check_token_ids
+from multihead.observation.completeness import check_complete
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
@@ -256,8 +257,8 @@ class CensusTally:
         return {text for each in best for text in each.text_index[each.largest_value > -torch.inf].tolist()}
 
     def check_complete(self) -> None:
-        """Raise ModelError if no batch so far called attention that can be measured, see `Recorder.check_complete`."""
-        self._recorder.check_complete(self.model)
+        """Raise ModelError if no batch so far called attention that can be measured, see `completeness.py`."""
+        check_complete(self.model, self._recorder.layer_names, self._recorder.layer_filter)
 
 
 @contextmanager

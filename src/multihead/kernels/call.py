@@ -7,10 +7,11 @@ sequence) is one field of the request, `origin: CallOrigin`, which is not built 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -286,19 +287,34 @@ class AttentionResult:
 
     Attributes:
         output: (batch, heads, queries, value_dim), in the dtype of q.
-        logsumexp: (batch, heads, queries), float32 (float64 for float64), nats; -inf for a query that sees no key.
+        kernel_logsumexp: the logsumexp as the kernel wrote it.
         statistics: the statistics of `request.requested_statistics` that the kernel measured with the output.
         head_factors: (batch, heads, queries), the factor by which each head's own output was changed, NaN where another
             vector replaced it; None if nothing changed it (`kernels/head_changes.py`).
+        finish: returns the logsumexp from that of a kernel that writes inf for a query that sees a NaN, or anything for
+            one that sees no key; None if the kernel writes NaN and -inf.
 
     >>> AttentionResult(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3)).statistics
     {}
     """
 
     output: Tensor
-    logsumexp: Tensor
+    kernel_logsumexp: Tensor
     statistics: dict[PartName, Tensor] = field(default_factory=dict)
     head_factors: Tensor | None = None
+    finish: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def logsumexp(self) -> Tensor:
+        """(batch, heads, queries), float32 (float64 for float64), nats; -inf for a query that sees no key."""
+        return self.kernel_logsumexp if self.finish is None else self._finished
+
+    @cached_property
+    def _finished(self) -> Tensor:
+        """The logsumexp, made when it is read: most callers read the output alone."""
+        assert self.finish is not None
+        with torch.set_grad_enabled(self.kernel_logsumexp.requires_grad):
+            return self.finish(self.kernel_logsumexp)
 
 
 def concatenate_queries(results: Sequence[AttentionResult]) -> AttentionResult:

@@ -125,12 +125,13 @@ def select_request_heads(request: AttentionRequest, heads: Tensor) -> AttentionR
 FIRST_TILE_QUERIES, FIRST_TILE_KEYS = 256, 64  # queries and keys of the first tile in `_search_first_keys`
 MAX_TILE_CELLS = 1 << 22  # largest number of cells of a later tile in `_search_first_keys`
 
+# Without a bias, because KeyBounds, the keys, do not depend on it.
 _FIRST_KEYS_OF_BOUNDS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary()
+_FIRST_KEYS_OF_TEXTS: WeakKeyDictionary[KeyBounds, Tensor] = WeakKeyDictionary()
 
 
 def first_key_of_samples(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     """Return the smallest index of a key that some query sees, per sample: (batch or 1,), -1 if no query sees a key."""
-    # The cache is used only without a bias, because KeyBounds, its keys, do not depend on the bias.
     found = _FIRST_KEYS_OF_BOUNDS.get(bounds) if request.bias is None else None
     if found is None:
         none = request.shape.key_length
@@ -168,6 +169,9 @@ def first_key_of_texts(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
 
     The result for a query in no text, or in one whose queries see no key, is the number of keys.
     """
+    known = _FIRST_KEYS_OF_TEXTS.get(bounds) if request.bias is None else None
+    if known is not None:
+        return known
     texts, shape = request.mask.row_texts, request.shape
     assert texts is not None
     first = first_key_of_queries(request, bounds)
@@ -175,7 +179,16 @@ def first_key_of_texts(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
     rows = max(len(first), len(text)) if len(first) and len(text) else 0
     first, text = first.expand(rows, -1), text.expand(rows, -1)
     of_text = first.new_full((rows, texts.edges.shape[1]), shape.key_length).scatter_reduce(1, text, first, "amin")
-    return of_text.gather(1, text).masked_fill(text == texts.edges.shape[1] - 1, shape.key_length)
+    found = of_text.gather(1, text).masked_fill(text == texts.edges.shape[1] - 1, shape.key_length)
+    if request.bias is None and not is_intercepted():
+        _FIRST_KEYS_OF_TEXTS[bounds] = found
+    return found
+
+
+def first_keys(request: AttentionRequest, bounds: KeyBounds) -> Tensor:
+    """Return `first_key_of_texts` for a mask with `row_texts`, else `first_key_of_samples`."""
+    per_text = bounds in _FIRST_KEYS_OF_TEXTS or request.mask.row_texts is not None
+    return first_key_of_texts(request, bounds) if per_text else first_key_of_samples(request, bounds)
 
 
 def positions_of_queries(request: AttentionRequest) -> Tensor:

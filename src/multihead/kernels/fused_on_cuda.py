@@ -90,12 +90,14 @@ def state_of_choice() -> tuple[object, ...]:
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: FusedCall, *, logsumexp: bool) -> tuple[Tensor, ...]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, call: FusedCall, *, logsumexp: bool, as_written: bool = False
+) -> tuple[Tensor, ...]:
     """Compute a call that `choose` returned for these tensors.
 
     Returns:
         the output (batch, heads, queries, value_dim); and if `logsumexp` is True, the logsumexp (batch, heads,
-        queries), float32, NaN for a query that is NaN or sees a NaN.
+        queries), float32, NaN for a query that is NaN or sees a NaN; if `as_written`, perhaps inf there.
     """
     kernel, repeats, causal, dropout, scale = call
     if repeats > 1:
@@ -118,10 +120,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: FusedCall, *, logsumexp: bool)
         return found if logsumexp else found[:1]
     if not logsumexp:
         return found[:1]  # type: ignore[no-any-return]
-    of_rows = found[1]
-    if kernel == FLASH:  # its logsumexp of a row with a NaN is inf
-        of_rows = of_rows.nan_to_num(torch.nan, torch.nan, -torch.inf)
-    return found[0], of_rows
+    return found[0], with_nan_for_inf(found[1]) if kernel == FLASH and not as_written else found[1]
+
+
+def with_nan_for_inf(logsumexp: Tensor) -> Tensor:
+    """Return a logsumexp of FlashAttention, which writes inf for a query that sees a NaN, with NaN there."""
+    return logsumexp.nan_to_num(torch.nan, torch.nan, -torch.inf)
 
 
 def activated_flash_attention() -> str | None:

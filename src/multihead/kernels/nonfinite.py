@@ -109,7 +109,8 @@ def make_rows_nan(attended: AttentionResult, rows: Tensor) -> AttentionResult:
     return replace(
         attended,
         output=attended.output + nan[..., None].to(attended.output.dtype),
-        logsumexp=attended.logsumexp + nan,
+        kernel_logsumexp=attended.logsumexp + nan,
+        finish=None,
     )
 
 

@@ -18,6 +18,7 @@ A NaN inside of a sequence that only the band of the mask hides may reach querie
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -146,8 +147,8 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     table = table_of(request.mask, shape.batch, shape.query_length, shape.key_length, start, shape.device)
     assert table is not None
     given = (request.q, request.k, request.v, table, request.mask, start, request.scale, request.dropout)
-    output, logsumexp = compute(*given, logsumexp=True)
-    return AttentionResult(output, logsumexp)
+    output, logsumexp = compute(*given, logsumexp=True, as_written=True)
+    return AttentionResult(output, logsumexp, finish=partial(_finish, table=table))
 
 
 def estimate_work(request: AttentionRequest, bounds: KeyBounds) -> WorkEstimate:
@@ -354,11 +355,13 @@ def compute(
     dropout: float,
     *,
     logsumexp: bool,
+    as_written: bool = False,
 ) -> tuple[Tensor, ...]:
     """Compute a call by its table.
 
     Returns:
-        the output (batch, heads, queries, head_dim); and if `logsumexp` is True, the logsumexp (batch, heads, queries).
+        the output (batch, heads, queries, head_dim); and if `logsumexp` is True, the logsumexp (batch, heads, queries);
+        if `as_written`, as the operator writes it.
     """
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         found = _DifferentiableCall.apply(q, k, v, table, mask, start, scale, dropout)  # type: ignore[no-untyped-call]
@@ -366,9 +369,13 @@ def compute(
         found = _join(q, table, _call_all(q, k, v, table, scale, dropout), logsumexp=logsumexp)
     if not logsumexp:
         return found[:1]  # type: ignore[no-any-return]
-    output, of_rows = found
-    of_rows = of_rows.nan_to_num(torch.nan, torch.nan, -torch.inf)  # inf: a row without keys, or with a NaN
-    return output, of_rows if table.empty is None else of_rows.masked_fill(table.empty, -torch.inf)
+    return found[0], found[1] if as_written else _finish(found[1], table)
+
+
+def _finish(of_rows: Tensor, table: Table) -> Tensor:
+    """Return a logsumexp with NaN and -inf for the inf of rows with a NaN, and of rows without keys."""
+    of_rows = fused_on_cuda.with_nan_for_inf(of_rows)
+    return of_rows if table.empty is None else of_rows.masked_fill(table.empty, -torch.inf)
 
 
 def _tokens(tensor: Tensor) -> Tensor:

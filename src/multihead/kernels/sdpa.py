@@ -125,15 +125,16 @@ def _choose_on_cuda(
     return fused_on_cuda.choose(q, k, v, causal=causal, dropout=request.dropout, scale=scale)
 
 
-def _attend_on_cuda(request: AttentionRequest) -> tuple[Tensor, Tensor]:
-    """Compute a request whose queries see one interval of keys: output and logsumexp."""
+def _attend_on_cuda(request: AttentionRequest) -> AttentionResult:
+    """Compute a request whose queries see one interval of keys; the output has as many columns as `v` is padded to."""
     seen = _keys_on_cuda(request)
     assert seen is not None  # such a request is refused
     q, k, v = _tensors_on_cuda(request, seen)
     call = _choose_on_cuda(request, q, k, v, causal=seen[2])
     assert call is not None
-    output, logsumexp = fused_on_cuda.attend(q, k, v, call, logsumexp=True)
-    return output, logsumexp
+    output, logsumexp = fused_on_cuda.attend(q, k, v, call, logsumexp=True, as_written=True)
+    finish = fused_on_cuda.with_nan_for_inf if call.kernel == fused_on_cuda.FLASH else None
+    return AttentionResult(output, logsumexp, finish=finish)
 
 
 def _rectangles_of(request: AttentionRequest, bounds: KeyBounds) -> tuple[Rectangle, ...]:
@@ -153,15 +154,13 @@ def attend(request: AttentionRequest, bounds: KeyBounds) -> AttentionResult:
     if request.scale <= 0:
         # The fused kernel adds -inf before it scales: -inf * 0 is NaN, and -inf * -1 would show only hidden keys.
         request = replace(request, q=request.q * request.scale, scale=1.0)
-    if request.shape.device.type == "cuda":
-        output, logsumexp = _attend_on_cuda(request)
-    else:
-        output, logsumexp = _attend_on_cpu(request, bounds)
-    if output.shape[-1] > request.shape.value_dim:
-        output = output[..., : request.shape.value_dim]
+    on_cuda = request.shape.device.type == "cuda"
+    found = _attend_on_cuda(request) if on_cuda else AttentionResult(*_attend_on_cpu(request, bounds))
+    if found.output.shape[-1] > request.shape.value_dim:
+        found = replace(found, output=found.output[..., : request.shape.value_dim])
     if request.sinks is not None:
-        output, logsumexp = add_sinks(output, logsumexp, request.sinks)
-    return AttentionResult(output, logsumexp)
+        found = AttentionResult(*add_sinks(found.output, found.logsumexp, request.sinks))
+    return found
 
 
 def _attend_on_cpu(request: AttentionRequest, bounds: KeyBounds) -> tuple[Tensor, Tensor]:

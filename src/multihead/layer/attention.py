@@ -455,10 +455,9 @@ class MultiHeadAttention(nn.Module):
         terms: AttentionArguments,
         around: Surroundings,
         ready: PreparedAttention,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the attention of a prepared call by its request: output and logsumexp."""
-        result = attend(self._request_of(ready, around))
-        return result.output, result.logsumexp
+    ) -> tuple[Tensor]:
+        """Compute the attention of a prepared call by its request: the output."""
+        return (attend(self._request_of(ready, around)).output,)
 
     def _request_of(self, ready: PreparedAttention, around: Surroundings) -> AttentionRequest:
         """Build the attention request of a call, with its origin if a listener or a change of heads needs it."""

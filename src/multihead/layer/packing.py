@@ -253,18 +253,22 @@ class Padding(NamedTuple):
         if memory is x:
             lengths = memory_lengths if lengths is None else lengths
             if not intercepted:
-                ints = lengths
-                if type(lengths) is Tensor and lengths.is_cpu and lengths.dim() == 1:
-                    ints = lengths.tolist()
-                if isinstance(ints, (tuple, list)) and set(map(type, ints)) == {int}:
-                    return _padding_of_lengths(tuple(ints), x.shape[0], x.shape[1], x.device, side, in_one_row)
+                ints = _as_ints(lengths)
+                if ints is not None:
+                    return _padding_of_lengths(ints, x.shape[0], x.shape[1], x.device, side, in_one_row)
         rows = None if lengths is None else _packing_of_lengths("lengths", lengths, x, side)
         if memory is x:
             columns = rows
         else:
-            columns = (
-                None if memory_lengths is None else _packing_of_lengths("memory_lengths", memory_lengths, memory, side)
-            )
+            ints = None if intercepted else _as_ints(memory_lengths)
+            if ints is not None:
+                columns = _packing_of_memory(ints, memory.shape[0], memory.shape[1], memory.device, side)
+            else:
+                columns = (
+                    None
+                    if memory_lengths is None
+                    else _packing_of_lengths("memory_lengths", memory_lengths, memory, side)
+                )
         documents = Documents(rows.lengths) if in_one_row and rows is not None else None
         return _add_right_padded_packings(Padding(rows, columns, x.shape[1], memory.shape[1], documents))
 
@@ -376,6 +380,22 @@ class Padding(NamedTuple):
 NO_PADDING = Padding(
     None, None, padded_query_length=0, padded_key_length=0
 )  # `queries` and `keys` are read only if there is padding
+
+
+def _as_ints(lengths: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
+    """Return lengths as ints, if they are, or a tensor in main memory; else None."""
+    if type(lengths) is Tensor and lengths.is_cpu and lengths.dim() == 1:
+        lengths = lengths.tolist()
+    return tuple(lengths) if isinstance(lengths, (tuple, list)) and set(map(type, lengths)) == {int} else None
+
+
+@lru_cache(maxsize=8)
+def _packing_of_memory(
+    lengths: tuple[int, ...], batch: int, length: int, device: torch.device, side: PaddingSide
+) -> Packing:
+    """Return the packing of the memory of cross-attention, cached because all layers of a model have the same."""
+    with torch.inference_mode(mode=False):
+        return Packing.of(lengths, batch=batch, length=length, device=device, name="memory_lengths", side=side)
 
 
 @lru_cache(maxsize=8)

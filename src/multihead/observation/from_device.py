@@ -6,7 +6,7 @@ are there after `arrive`, so everything that is computed from them is computed w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -19,9 +19,13 @@ from multihead.kernels.parts import PartName, number_in_text
 from multihead.masks.positions import SampleSpan
 from multihead.observation.host_copies import Copied, HostCopies
 from multihead.observation.measuring import TextInCall
+from multihead.observation.samples import SamplesOfPass
+from multihead.observation.text_slices import slice_text
 from multihead.probes.probe import PartValues, Probe
 from multihead.probes.statistics import statistic_from_parts
-from multihead.record.batch import copy_rows, warn_of_large_scores
+from multihead.record.batch import SampleSpans, copy_rows, has_arrived, warn_of_large_scores
+from multihead.record.sample import RecordedCall
+from multihead.record.segments import Segment
 from multihead.record.text_table import LaterRows, RowsOnTheirWay
 from multihead.tensors.shapes import AttentionShape
 
@@ -41,9 +45,12 @@ class CallOnItsWay:
     _has_arrived: bool = False
 
     @staticmethod
-    def begin(call: AttentionCall, parts: PartValues, request: AttentionRequest, copies: HostCopies) -> CallOnItsWay:
-        """Begin to copy the logsumexp and parts of a call; `request` is that of the call on the CPU."""
-        copied = copies.copy([*parts.values(), call.result.logsumexp.detach()])
+    def begin(
+        call: AttentionCall, measured: tuple[PartValues, Tensor], request: AttentionRequest, copies: HostCopies
+    ) -> CallOnItsWay:
+        """Begin to copy the parts and the logsumexp of a call; `request` is that of the call on the CPU."""
+        parts, of_device = measured
+        copied = copies.copy([*parts.values(), of_device])
         *values, logsumexp = copied.tensors
         return CallOnItsWay(
             _call_on_cpu(call.request, request, logsumexp, dict(zip(parts, values, strict=True))), copied
@@ -119,13 +126,13 @@ class StepOnItsWay:
         measured = self.on_way.call.result.statistics.keys()
         return [probe for probe in self.probes if probe.parts <= measured]
 
-    def rows_of(self, span: SampleSpan) -> tuple[LaterRows, dict[str, LaterRows]]:
-        """Return the logsumexp of a text and its statistics, (heads, queries) each."""
+    def rows_of(self, span: SampleSpan, device: torch.device) -> tuple[LaterRows, dict[str, LaterRows]]:
+        """Return the logsumexp of a text, on a device when it is read, and its statistics, (heads, queries) each."""
         place = span.sample, slice(None), slice(*span.queries)
 
         def read_logsumexp() -> Tensor:
             self.on_way.arrive()
-            return self.on_way.call.result.logsumexp[place]
+            return self.on_way.call.result.logsumexp[place].to(device)
 
         def later(name: str) -> LaterRows:
             return RowsOnTheirWay(lambda: self._statistics[name][place])
@@ -133,43 +140,109 @@ class StepOnItsWay:
         return RowsOnTheirWay(read_logsumexp), {probe.name: later(probe.name) for probe in self._measured}
 
 
+def copy_measured(
+    parts: PartValues, logsumexp: Tensor, device: torch.device, copies: HostCopies
+) -> tuple[PartValues, Tensor, Callable[[], None]]:
+    """Return parts on the CPU and a logsumexp on a device, and what waits until a GPU has copied them."""
+    if logsumexp.device.type != "cuda":
+        on_cpu = parts if logsumexp.device.type == "cpu" else {part: value.cpu() for part, value in parts.items()}
+        return on_cpu, logsumexp.to(device), has_arrived
+    stays = device == logsumexp.device
+    copied = copies.copy([*parts.values(), *(() if stays else (logsumexp,))])
+    on_cpu = dict(zip(parts, copied.tensors, strict=False))
+    return on_cpu, logsumexp if stays else copied.tensors[-1], copied.arrive
+
+
+def newest_keys(k: Tensor, stops: Sequence[int], count: int) -> Tensor:
+    """Return the last keys of each row of a batch, (batch, kv_heads, count, head_dim), which end at `stops`."""
+    if all(stop == k.shape[2] for stop in stops):
+        return k[:, :, -count:]
+    places = (torch.tensor(stops)[:, None] - count + torch.arange(count)).to(k.device, non_blocking=True)
+    return k.gather(2, places[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3]))
+
+
 class QkOnTheirWay(NamedTuple):
     """The queries and keys of a call, copied together.
 
     Attributes:
-        rows: (batch, heads + kv_heads, rows, head_dim), filled when `arrive` returns.
-        heads: number of query heads.
+        q: (batch, heads, queries, head_dim), filled when `arrive` returns.
+        k: (batch, kv_heads, keys, head_dim), likewise.
         arrive: waits for the copy.
     """
 
-    rows: Tensor
-    heads: int
+    q: Tensor
+    k: Tensor
     arrive: Callable[[], None]
 
     @staticmethod
     def begin(q: Tensor, k: Tensor, device: torch.device, copies: HostCopies) -> QkOnTheirWay | None:
-        """Begin to copy q and k to a device; None if they do not have equally many rows, so that one launch cannot."""
-        if q.shape[2] != k.shape[2] or q.dtype != k.dtype:
+        """Begin to copy q and k to a device; None if one launch cannot copy both, as they are in memory."""
+        joined = _join(q.detach(), k.detach()) if q.dtype == k.dtype else None
+        if joined is None:
             return None
-        rows = torch.cat([q.detach(), k.detach()], 1)  # what the model overwrites later is not copied
+        rows, divide = joined
         if rows.device == device:
-            return QkOnTheirWay(rows, q.shape[1], lambda: None)
+            return QkOnTheirWay(*divide(rows), lambda: None)
         copied = copies.copy([rows])
-        return QkOnTheirWay(copied.tensors[0], q.shape[1], copied.arrive)
+        return QkOnTheirWay(*divide(copied.tensors[0]), copied.arrive)
 
     def rows_of(self, text: int) -> tuple[LaterRows, LaterRows]:
         """Return the rows of q and k of a text of the batch, (heads, rows, head_dim)."""
-        return self._read(lambda rows: rows[text], keys=False), self._read(lambda rows: rows[text], keys=True)
+        return self._read(lambda: self.q[text]), self._read(lambda: self.k[text])
 
     def rows_at(self, places: Callable[[], Tensor | None], *, keys: bool) -> LaterRows:
         """Return rows of q or k, (heads, rows, head_dim); `places` as in `KeptRows`."""
-        return self._read(lambda rows: copy_rows(rows, places(), rows.device), keys=keys)
+        rows = self.k if keys else self.q
+        return self._read(lambda: copy_rows(rows, places(), rows.device))
 
-    def _read(self, select: Callable[[Tensor], Tensor], *, keys: bool) -> LaterRows:
-        of_heads = slice(self.heads, None) if keys else slice(self.heads)
-
+    def _read(self, select: Callable[[], Tensor]) -> LaterRows:
         def read() -> Tensor:
             self.arrive()
-            return select(self.rows[:, of_heads])
+            return select()
 
         return RowsOnTheirWay(read)
+
+
+def _join(q: Tensor, k: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]] | None:
+    """Copy q and k into one tensor, because the model may overwrite them; also return what divides it into both."""
+    if q.shape[2] == k.shape[2]:
+        heads = q.shape[1]
+        return torch.cat([q, k], 1), lambda rows: (rows[:, :heads], rows[:, heads:])
+    tokens = [each.transpose(1, 2) for each in (q, k)]
+    if not all(each.is_contiguous() for each in tokens):  # as they are after projections
+        return None
+    (of_q, of_k), count = (each.shape for each in tokens), q.numel()
+
+    def divide(numbers: Tensor) -> tuple[Tensor, Tensor]:
+        return numbers[:count].view(of_q).transpose(1, 2), numbers[count:].view(of_k).transpose(1, 2)
+
+    return torch.cat([each.reshape(-1) for each in tokens]), divide
+
+
+def record_step(
+    request: AttentionRequest,
+    step: StepOnItsWay,
+    found: SamplesOfPass,
+    spans: SampleSpans,
+    device: torch.device,
+    copies: HostCopies,
+) -> Iterator[RecordedCall]:
+    """Return what a record keeps of each text of a step on a GPU, whose numbers are read later.
+
+    Args:
+        request: the call on the GPU.
+        step: the call on the CPU.
+        found: finds the samples of the pass.
+        spans: the positions of the texts.
+        device: device of the record.
+        copies: the copies that are under way.
+    """
+    texts, new, kept = step.texts, request.shape.query_length, None
+    if found.keeps_qk:
+        newest = newest_keys(request.k, [text.span.keys[1] for text in texts], new)
+        kept = QkOnTheirWay.begin(request.q, newest, device, copies)
+    for text in texts:
+        alone, start = slice_text(step.on_way.without_parts, spans, text)
+        segment = Segment(found.request_without_tensors(alone.request, device), start)
+        q, k = (None, None) if kept is None else kept.rows_of(text.span.sample)
+        yield RecordedCall(segment, *step.rows_of(text.span, device), q, k, segment.key_stop - new, device)

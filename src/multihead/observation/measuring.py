@@ -147,6 +147,24 @@ class StatisticsMeasurer:
             values, sees = {name: each.cpu() for name, each in values.items()}, sees.cpu()
         return MeasuredRows(rows, sees, values, own=self.own)
 
+    def context_of_text(
+        self, text: TextInCall, shape: AttentionShape, start: int, caller: nn.Module, *, first: bool
+    ) -> ProbeContext:
+        """Return the inputs of probes besides q and k, for a call of one text whose first key has the index `start`.
+
+        With `first`, that is the first key that the queries may see.
+        """
+        read, stop, ids, before = text.ids, start + shape.key_length, None, None
+        if read is not None and len(read) >= stop and self.needs & {"ids", "special_keys"}:
+            ids = read[None, start:stop]
+            before = None if first or not start else read[start - 1 : start]
+        # In a later call the first key that the queries see may not be the sample's first key.
+        first_key = None if first else -start
+        context = self.probe_context(caller, shape, ids)
+        if text.pictures is not None:
+            context = text.pictures.add_places(context, start, stop, has_words=read is not None)
+        return replace(context, first_key=first_key, key_start=start, id_before=before)
+
     def context_of_batch(
         self, call: AttentionCall, sample_spans: SampleSpans, ids: CallTokenIds, *, windows: int
     ) -> ProbeContext:
@@ -179,7 +197,8 @@ class StatisticsMeasurer:
         Args:
             call: the call, such as a step of decoding.
             sample_spans: the positions of the texts in the batch.
-            texts: the texts, each in a row of its own, or parts of them that differ in their queries and last keys.
+            texts: the texts, each in a row of its own, or parts of them that differ in their queries and last keys; one
+                of a row with several texts only if `fewest` is 1.
             first: whether the first keys that the queries of a text see are its first keys.
             fewest: with fewer texts they are measured one by one.
 
@@ -187,7 +206,7 @@ class StatisticsMeasurer:
             the inputs; None if a text is not there as it would be alone, or a statistic is none per query.
         """
         request, valid = call.request, sample_spans.sliceable
-        if len(texts) < fewest or sample_spans.texts is not None:
+        if len(texts) < fewest or (sample_spans.texts is not None and fewest > 1):
             return None
         if any(text.pictures is not None for text in texts):
             return None
@@ -222,7 +241,7 @@ class StatisticsMeasurer:
         shared: SharedByLayers,
         *,
         first: bool,
-    ) -> PartValues | None:
+    ) -> tuple[PartValues, Tensor] | None:
         """Measure the parts of texts of a call on its GPU, such as a step of decoding, in one launch, without waiting.
 
         Args:
@@ -233,15 +252,14 @@ class StatisticsMeasurer:
             first: whether the first keys that the queries of a text see are its first keys.
 
         Returns:
-            part -> (batch, heads, queries), valid for each text; None if a text is not a row as it would be alone, or
-            a statistic is computed from other parts.
+            part -> (batch, heads, queries), valid for each text, and the logsumexp; None if a text is not a row as it
+            would be alone, or a statistic is computed from other parts.
         """
         request, shape = call.request, call.request.shape
 
         def find_inputs() -> ProbeContext | None:
-            whole = [(row, 0, shape.query_length, shape.key_length) for row in range(shape.batch)]
-            spans = [(span.sample, *span.queries, span.keys[1]) for span, *_ in texts]
-            if spans != whole or any(text.is_window for text in texts):
+            whole = [(row, 0, shape.query_length) for row in range(shape.batch)]
+            if [(span.sample, *span.queries) for span, *_ in texts] != whole or any(text.is_window for text in texts):
                 return None
             found = self.context_of_texts(call, sample_spans, texts, first=first, fewest=1)
             if found is None or not isinstance(found.first_key, Tensor):

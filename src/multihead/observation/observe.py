@@ -17,6 +17,7 @@ from multihead.kinds import KINDS, Kind, check_kinds, probes_of
 from multihead.models import huggingface
 from multihead.models.packed import run_models_padded
 from multihead.models.pretrained import alignment_heads, track_inputs
+from multihead.observation.completeness import check_complete, unheard_layers
 from multihead.observation.layer_filter import LayerFilter
 from multihead.observation.layer_names import module_names
 from multihead.observation.measuring import StatisticsMeasurer
@@ -224,8 +225,8 @@ def record_calls(model: nn.Module, options: Options) -> Iterator[Record]:
             "Let it call the function that transformers' AttentionInterface returns.",
             stacklevel=5,
         )
-    recorder.check_complete(root)
-    if unheard := [f"{name} ({kind})" for name, kind in recorder.unheard_layers(root).items()]:
+    check_complete(root, recorder.layer_names, layer_filter)
+    if unheard := [f"{name} ({kind})" for name, kind in unheard_layers(root, names, recorder.layer_names).items()]:
         warnings.warn(
             f"The record is incomplete. No call of {', '.join(unheard)} was heard: "
             "it did not run, or its attention is computed elsewhere, by a class of its own or by a function that takes "

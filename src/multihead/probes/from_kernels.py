@@ -140,7 +140,8 @@ def measure_on_gpu(
         parts: the parts; those that the kernels do not measure are left out.
         context: inputs of the probes besides q and k.
         probes: probes whose statistics are computed with the parts, if the kernels compute them.
-        logsumexp: (batch, heads, queries) of any kernel; None computes it in the same launch.
+        logsumexp: (batch, heads, queries), as any kernel wrote it, if parts per query are measured; None computes it in
+            the same launch.
         key_sets: part -> (batch, keys) bool, the keys of its set.
 
     Returns:
@@ -162,7 +163,7 @@ def measure_on_gpu(
         if measured is None:
             return None
         found = measured.parts(parts)
-        known = measured.logsumexp if logsumexp is None else logsumexp
+        known = measured.logsumexp
         rows = {**_STATISTICS_OF_KERNEL, SEPARATOR_MASS.name: measured.rows.after_first_special}
         wanted = {probe.name: rows.get(probe.name) for probe in probes}
         statistics = {name: measured.numbers[row] for name, row in wanted.items() if row is not None}

@@ -485,7 +485,7 @@ def drop_position_parts(attended: AttentionResult) -> AttentionResult:
 
 def measure_token_parts(
     call: AttentionCall, parts: frozenset[PartName], special_keys: Tensor | None
-) -> PartValues | None:
+) -> tuple[PartValues, Tensor] | None:
     """Measure parts of the batch of a call that has run: those that need special tokens or sinks, and the logsumexp.
 
     Args:
@@ -494,11 +494,10 @@ def measure_token_parts(
         special_keys: (batch, keys) bool, True = special; None if unknown.
 
     Returns:
-        the parts, (batch, heads, queries) each; None if no kernel measures them for the call. That of the CPU measures
-        no others here, those of a GPU all others but those of values and equal tokens.
+        the parts and the logsumexp, (batch, heads, queries) each; None if no kernel measures them for the call. That of
+        the CPU measures no others here, those of a GPU all others but those of values and equal tokens.
     """
-    request, logsumexp = call.request, call.result.logsumexp.detach()
-    named = [part_named(part) for part in parts]
+    request, named = call.request, [part_named(part) for part in parts]
     if special_keys is None and any("special_keys" in part.needs for part in named):
         return None
     context = ProbeContext(special_keys=special_keys)
@@ -506,6 +505,7 @@ def measure_token_parts(
         return measure_parts_on_gpu(call, parts, context)
     if parts - _TOKEN_PARTS:
         return None
+    logsumexp = call.result.logsumexp.detach()
     measured = MeasuredCall.from_request(request, logsumexp, context)
     if not from_kernels.native_supports(measured.request, measured.bounds):
         return None
@@ -513,22 +513,26 @@ def measure_token_parts(
     found = measure_parts(measured, parts, sets, known=call.result.statistics)
     # Queries without keys or with NaN are set as the kernel sets them in the parts that it measures.
     empty, bad = logsumexp == -torch.inf, logsumexp.isnan()
-    return {part: set_empty_and_bad_queries(value.to(logsumexp.dtype), empty, bad) for part, value in found.items()}
+    more = {part: set_empty_and_bad_queries(each.to(logsumexp.dtype), empty, bad) for part, each in found.items()}
+    return more, logsumexp
 
 
-def measure_parts_on_gpu(call: AttentionCall, parts: frozenset[PartName], context: ProbeContext) -> PartValues | None:
+def measure_parts_on_gpu(
+    call: AttentionCall, parts: frozenset[PartName], context: ProbeContext
+) -> tuple[PartValues, Tensor] | None:
     """Measure parts of a call that has run on a GPU, in one launch and without waiting for it.
 
     Returns:
-        the parts, (batch, heads, queries) each; None if the kernels do not measure one of them, or the call.
+        the parts and the logsumexp, (batch, heads, queries) each, in one storage; None if the kernels do not measure
+        one of them, or the call.
     """
     request = call.request
     if not from_kernels.gpu_supports(request) or any(part_named(part).axes != "queries" for part in parts):
         return None
     sets = {} if context.special_keys is None else {SPECIAL_MASS.name: context.special_keys}
-    logsumexp = call.result.logsumexp.detach()
-    found = from_kernels.measure_on_gpu(request, bounds_of(request), parts, context, logsumexp=logsumexp, key_sets=sets)
-    return None if found is None or parts - found.parts.keys() else found.parts
+    known = call.result.kernel_logsumexp.detach()
+    found = from_kernels.measure_on_gpu(request, bounds_of(request), parts, context, logsumexp=known, key_sets=sets)
+    return None if found is None or parts - found.parts.keys() else (found.parts, found.logsumexp)
 
 
 def statistics_of_call(

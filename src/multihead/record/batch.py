@@ -811,7 +811,7 @@ def hide_padding_queries(call: AttentionCall, real: Tensor) -> AttentionCall:
     statistics = {
         part: set_empty_and_bad_queries(value, ~real, shown) for part, value in call.result.statistics.items()
     }
-    attended = replace(call.result, logsumexp=logsumexp, statistics=statistics)
+    attended = replace(call.result, kernel_logsumexp=logsumexp, finish=None, statistics=statistics)
     return AttentionCall(replace(call.request, mask=mask), attended)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -13,12 +13,19 @@ from multihead.masks.base import Mask
 
 Found = TypeVar("Found")
 MaskOf = TypeVar("MaskOf", bound=Mask)
+ChanceLevels: TypeAlias = dict[object, dict[str, Tensor]]
+"""Mask and sizes of a call -> its chance levels: name of a statistic -> (heads or 1, rows)."""
 
 
 @dataclass(eq=False)
 class SharedByLayers:
-    """What the layers of one pass share, found by the first of them."""
+    """What the layers of one pass share, found by the first of them.
 
+    Attributes:
+        chance_levels: the chance levels of the calls of the pass.
+    """
+
+    chance_levels: ChanceLevels = field(default_factory=dict)
     _found: dict[Hashable, tuple[object, Any]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -41,5 +48,5 @@ class SharedByLayers:
         """Return a mask whose tensors are on the CPU."""
         if not mask.holds_tensors:
             return mask
-        found: MaskOf = self.once("mask", mask, lambda: tree_map_only(Tensor, Tensor.cpu, mask))
+        found: MaskOf = self.once("mask", mask, lambda: tree_map_only(Tensor, self.on_cpu, mask))
         return found

@@ -98,8 +98,10 @@ def key_bounds(
     ([[0, 0, 1, 2]], [[1, 2, 3, 4]], None)
     """
     device = torch.device(device)
-    if isinstance(query_start, Tensor) or is_intercepted():
+    if is_intercepted():
         return _compute_bounds(mask, queries, keys, query_start, device)
+    if isinstance(query_start, Tensor):
+        return _bounds_of_tensors(mask, queries, keys, query_start, device)
     # Not cached: each decoding step has another number of keys, and its bounds are two numbers.
     if queries == 1 and mask.band is not None and mask.band.lengths is None:
         return _bounds_of_one_query(*mask.band.interval_of_query(query_start, keys), device)
@@ -114,12 +116,16 @@ def key_bounds(
     return bounds
 
 
-def _bounds_of_tensors(mask: Mask, queries: int, keys: int, query_start: int, device: torch.device) -> KeyBounds:
-    """Compute the bounds of a mask that holds tensors; on CUDA once per mask and values of its tensors.
+def _bounds_of_tensors(
+    mask: Mask, queries: int, keys: int, query_start: int | Tensor, device: torch.device
+) -> KeyBounds:
+    """Compute the bounds of a mask or positions in tensors; on CUDA once per mask and values of its tensors.
 
     On the CPU computing them takes less time than finding them.
     """
     tensors = tuple(mask.tensors()) if device.type == "cuda" else ()
+    if isinstance(query_start, Tensor) and device.type == "cuda":
+        tensors = *tensors, query_start
     if not tensors or any(each.is_inference() for each in tensors):  # such tensors do not count their changes
         return _compute_bounds(mask, queries, keys, query_start, device)
     # Masks are equal if they hold the same tensors, which are alive as long as the key is.

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from multihead.kernels import dense_tile
 from multihead.kernels.call import AttentionRequest, AttentionResult
-from multihead.kernels.dense_tile import first_key_of_samples, first_key_of_texts
 from multihead.kernels.native.call import QueryBlock, iterate_query_blocks
 from multihead.kernels.parts import (
     DISTANCE_SPREAD,
@@ -97,10 +97,13 @@ def add_statistics(request: AttentionRequest, bounds: KeyBounds, attended: Atten
     if not wanted or refusal(request) is not None:
         return attended
     with torch.no_grad():
-        measured = measure_in_one_pass(request, bounds, wanted, logsumexp=attended.logsumexp.detach())
+        measured = measure_in_one_pass(request, bounds, wanted, logsumexp=attended.kernel_logsumexp.detach())
     if measured is None:
         return attended
-    return replace(attended, statistics={**attended.statistics, **measured.parts(wanted)})
+    parts = {**attended.statistics, **measured.parts(wanted)}
+    if attended.finish is None:
+        return replace(attended, statistics=parts)
+    return replace(attended, kernel_logsumexp=measured.logsumexp, finish=None, statistics=parts)
 
 
 class QueryRows(NamedTuple):
@@ -170,7 +173,7 @@ class MeasuredQueries(NamedTuple):
 
     @property
     def logsumexp(self) -> Tensor:
-        """(batch, heads, queries), nats."""
+        """(batch, heads, queries), nats; NaN for a query that sees a NaN, -inf for one that sees no key."""
         return self.numbers[_KEY_HIGH + 1]
 
     def parts(self, wanted: Collection[PartName]) -> dict[PartName, Tensor]:
@@ -200,7 +203,8 @@ def measure_in_one_pass(
         request: the call.
         bounds: its key bounds.
         wanted: names of parts; those that the kernel does not measure are left out.
-        logsumexp: (batch, heads, queries), nats, of any kernel; None computes it, which takes a fifth longer.
+        logsumexp: (batch, heads, queries), nats, as any kernel wrote it (`AttentionResult.kernel_logsumexp`); None
+            computes it, which takes a fifth longer.
         key_sets: part -> (batch, keys) bool, the keys of its set.
         first_keys: (batch or 1,) int64, the first key of each sample; None finds those that some query sees.
     """
@@ -210,8 +214,7 @@ def measure_in_one_pass(
     numbers = torch.empty(_KEY_HIGH + 1 + len(rows.parts), *size, dtype=torch.float32, device=shape.device)
     largest_key = numbers[_KEY_LOW : _KEY_HIGH + 1].view(-1).view(torch.int64).view(size)
     if (rows.counts or rows.first_special) and first_keys is None:
-        per_text = request.mask.row_texts is not None
-        first_keys = (first_key_of_texts if per_text else first_key_of_samples)(request, bounds)
+        first_keys = dense_tile.first_keys(request, bounds)
     flags = _flags_of_sets([key_sets[name] for name in rows.sets])
     inputs = _with_readable_rows(request)
     for block in _blocks_of_queries(inputs, bounds):

@@ -62,10 +62,12 @@ def _add_tile(
     else:
         distances = within[None, :].to(tl.float32) - index[:, None].to(tl.float32)
         tile_most = tile_most * unit
+    is_larger = tile_most > most
+    largest = tl.where(is_larger, tile_most, most)
     if known:
         powers = scores * unit - logsumexp[:, None]
     else:
-        powers = scores * unit - tl.maximum(most, tile_most)[:, None]
+        powers = scores * unit - largest[:, None]
     weights = power_of_2(powers, fast)
     if masked:
         weights = tl.where(seen, weights, 0.0)
@@ -75,12 +77,11 @@ def _add_tile(
     tile_mean = tl.sum(moment, 1)
     tile_squares = tl.sum(moment * distances, 1)
     tile_surprisal = tl.sum(weights * powers, 1)
-    is_larger = tile_most > most
-    largest = tl.where(is_larger, tile_most, most)
     before = total
     if not known:
-        shrink = power_of_2(most - largest, fast)
-        surprisal = shrink * (surprisal + tl.maximum(most - largest, -1.0e4) * total)
+        lower = tl.maximum(most - largest, -1.0e4)
+        shrink = power_of_2(lower, fast)
+        surprisal = shrink * (surprisal + lower * total)
         before = total * shrink
         squares = squares * shrink
         in_set_0 = in_set_0 * shrink
@@ -229,7 +230,8 @@ def measure_queries(
         logsumexp = tl.where(has_seen, top + tl.log2(tl.where(has_seen, whole, 1.0)), 1.0e30)
         factor = tl.exp2(most - logsumexp)
         surprisal = surprisal + (most - logsumexp) * total
-    is_bad = (total != total) | (logsumexp != logsumexp) | (most != most)
+    # A kernel may write inf as the logsumexp of a query that sees a NaN, and anything for one that sees no key.
+    is_bad = (total != total) | (most != most) | (has_seen & ~(logsumexp < float("inf")))
     if has_sinks:
         is_bad = is_bad | (has_seen & (sink != sink))
     if not has_bias and not has_shown:
