@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from multihead.errors import MultiheadError, ProbeError
 from multihead.errors.given import PIXELS
@@ -440,11 +441,9 @@ def _bar_of_slow_runs() -> Iterator[Progress]:
         yield show
 
 
-def _sizes(images: Any) -> list[Any]:
-    """Return the sizes of pictures, however nested."""
-    if isinstance(images, (list, tuple)):
-        return [_sizes(each) for each in images]
-    return [getattr(images, "size", None) if not isinstance(images, Tensor) else tuple(images.shape)]
+def _sizes(images: Any) -> Any:
+    """Return the sizes of pictures, nested as they are."""
+    return tree_map(lambda each: getattr(each, "shape", getattr(each, "size", None)), images)
 
 
 def _shape(value: Any) -> Any:

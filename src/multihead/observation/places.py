@@ -316,8 +316,11 @@ class _PlaceFinder:
         def change_pixels(units: Tensor) -> Tensor:
             return self._differences(units, name)[name]
 
-        self.runs.expected += 1 if self._placed_layers else 0
-        expected = change_pixels(live) > tolerance if self._placed_layers else torch.empty(0)
+        if not self._placed_layers:
+            yield change_pixels
+            return
+        self.runs.expected += 1
+        expected = change_pixels(live) > tolerance
         for before in list(self._placed_layers)[-1:-3:-1]:
             layer, shape = self._placed_layers[before], self._base[before].sketch.shape[:2]
 
