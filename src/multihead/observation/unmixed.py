@@ -84,9 +84,8 @@ class _KeyReader:
     names: dict[int, str]
     last: tuple[str, int] | None  # the layer that ends the run, and its number of calls
     noise: TokenNoise | None = None
-    keeps_newest: bool = False
     found: dict[str, LayerKeys] = field(default_factory=dict)
-    newest: Tensor = field(default_factory=partial(torch.empty, 0))  # if kept: keys of the last call, with their graph
+    newest: Tensor = field(default_factory=partial(torch.empty, (0,) * 4))  # keys of the last call with a graph
     state: object = None
 
     def __post_init__(self) -> None:
@@ -108,7 +107,7 @@ class _KeyReader:
         before = self.found.pop(name, None)  # the last one of `found` is that of the last call
         begin = before.sketch.shape[1] if before is not None and self._namer.is_further_window else 0
         keys = before.join(keys) if before is not None and begin else keys
-        self.found[name], self.newest = keys, request.k if self.keeps_newest else self.newest
+        self.found[name], self.newest = keys, request.k if request.k.requires_grad else self.newest
         if self.last in ((name, keys.calls), FIRST_CALL):
             raise _LayerReachedError
         if self.noise is None or self.noise.layer != name:
@@ -191,18 +190,13 @@ class UnmixedModel:
             yield
 
     def _run(
-        self,
-        changed: Mapping[str, Tensor],
-        last: tuple[str, int] | None,
-        noise: TokenNoise | None = None,
-        *,
-        keeps_newest: bool = False,
+        self, changed: Mapping[str, Tensor], last: tuple[str, int] | None, noise: TokenNoise | None = None
     ) -> _KeyReader:
         self.expected = max(self.expected, self.runs + 1)
         self.report(self.runs, self.expected)
         self.runs += 1
         torch.set_rng_state(self.random_state)
-        reader = _KeyReader(self.tracker, self.names, last, noise, keeps_newest)
+        reader = _KeyReader(self.tracker, self.names, last, noise)
         with apply_change(reader), suppress(_LayerReachedError):
             given = {**self.inputs, **changed}  # pixels that were expanded from one column take memory in a run only
             self.model(**{name: each.contiguous() if name == PIXELS else each for name, each in given.items()})
@@ -225,35 +219,28 @@ class UnmixedModel:
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.is_floating_point()
         ]
-        if not known:
-            return {}
-        decides = self._parameters_of_keys([parameter for *_, parameter in known], last, placed)
+        parameters = [parameter for *_, parameter in known]
+        with torch.enable_grad(), Undo() as undo:
+            for parameter in parameters:
+                undo.set_attribute(parameter, "requires_grad", value=True)
+            keys = self._run({}, last).newest.transpose(1, 2).flatten(2)
+            if keys.shape[:2] != placed.shape:
+                return {}
+            random = torch.rand(keys.shape, generator=torch.Generator().manual_seed(7)).to(keys)
+            decides = []  # per kind of keys, whether each parameter decides some of them
+            for some in (placed, ~placed):
+                weights = random.masked_fill(~some[:, :, None].to(keys.device), 0)
+                gradients = torch.autograd.grad(keys, parameters, weights, retain_graph=True, allow_unused=True)
+                decides.append([each is not None and bool(each.any()) for each in gradients])
+            del keys, random, weights, gradients  # and the graph
         base, found = self.keys({}, last)[last[0]], {}
-        for (module, name, parameter), (picture, other) in zip(known, decides, strict=False):
-            if picture or not other:
+        for (module, name, parameter), of_picture, of_other in zip(known, *decides, strict=True):
+            if of_picture or not of_other:
                 continue
             with Undo() as undo:  # a new parameter, because graphs of the caller may hold this one
                 undo.set_attribute(module, name, nn.Parameter(torch.rand_like(parameter), requires_grad=False))
                 found[name] = (self.keys({}, last)[last[0]].difference(base) > 0).any(0)
         return found
-
-    def _parameters_of_keys(
-        self, parameters: list[nn.Parameter], last: tuple[str, int], placed: Tensor
-    ) -> list[tuple[bool, bool]]:
-        """Return whether each parameter decides keys that are `placed`, and others; [] where this is unknown."""
-        with torch.enable_grad(), Undo() as undo:
-            for parameter in parameters:
-                undo.set_attribute(parameter, "requires_grad", value=True)
-            keys = self._run({}, last, keeps_newest=True).newest.transpose(1, 2).flatten(2)
-            if keys.shape[:2] != placed.shape or not keys.requires_grad:
-                return []
-            random = torch.rand(keys.shape, generator=torch.Generator().manual_seed(7)).to(keys)
-            found = []
-            for some in (placed, ~placed):
-                weights = random.masked_fill(~some[:, :, None].to(keys.device), 0)
-                gradients = torch.autograd.grad(keys, parameters, weights, retain_graph=True, allow_unused=True)
-                found.append([each is not None and bool(each.any()) for each in gradients])
-        return list(zip(*found, strict=True))
 
 
 @contextmanager
