@@ -224,7 +224,7 @@ class UnmixedModel:
             for parameter in parameters:
                 undo.set_attribute(parameter, "requires_grad", value=True)
             keys = self._run({}, last).newest.transpose(1, 2).flatten(2)
-            if keys.shape[:2] != placed.shape:
+            if not known or keys.shape[:2] != placed.shape:
                 return {}
             random = torch.rand(keys.shape, generator=torch.Generator().manual_seed(7)).to(keys)
             decides = []  # per kind of keys, whether each parameter decides some of them
