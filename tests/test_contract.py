@@ -59,7 +59,7 @@ def test_a_kernel_that_is_right_passes_also_with_nan_behind_the_lengths() -> Non
     ("change", "wrong"),
     [
         (lambda found: replace(found, output=found.output * 1.01), "output"),
-        (lambda found: replace(found, logsumexp=found.logsumexp + 0.01), "logsumexp"),
+        (lambda found: replace(found, kernel_logsumexp=found.logsumexp + 0.01), "logsumexp"),
         (lambda found: replace(found, output=found.output.detach() + 0 * found.output), "gradient of q"),
         (lambda found: replace(found, output=found.output.index_fill(2, torch.tensor([5]), torch.nan)), "output"),
     ],
