@@ -50,7 +50,7 @@ def test_a_click_on_a_head_opens_its_map_and_escape_goes_back_to_it(opened: Open
     assert shown.place["a"] == "L2H1"
     assert shown.at("#headname").inner_text().startswith("Layer 2 head 1")
     shown.press("Escape")
-    assert shown.at("#all").is_visible()
+    shown.at("#all").wait_for()
     assert shown.page.evaluate("document.activeElement.dataset.i") == "7"
 
 
