@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -130,6 +130,22 @@ class _LayerCall:
         self.samples, self.key_starts, self.waiting = previous.samples, previous.key_starts, previous.waiting
         self.num_keys = previous.num_keys if is_window else self.num_keys
         self.in_pictures = previous.in_pictures
+
+
+class _TextsOfCall(NamedTuple):
+    """The texts of a call that are measured; not the call, whose tensors on a GPU are not kept until it is read.
+
+    Attributes:
+        state: the call, as the layer has it.
+        spans: the positions of the texts in the call.
+        texts: the texts.
+        first: whether the first keys that the queries of a text see are its first keys.
+    """
+
+    state: _LayerCall
+    spans: SampleSpans
+    texts: Sequence[TextInCall]
+    first: bool
 
 
 @dataclass(eq=False)
@@ -486,38 +502,29 @@ class Recorder:
             pictures = text.pictures if state.in_pictures else None
             texts.append(TextInCall(span, key_start, text.ids, is_window, pictures))
         first, summary = state.is_first or state.is_further_window or windows > 1, layer.running_summary
+        given = _TextsOfCall(state, sample_spans, texts, first)
         if summary is not None:
             assert state.texts is not None
-            on_way = self._begin_step(call, state, sample_spans, texts, first=first)
+            on_way = self._begin_step(call, given)
             if on_way is not None:
-                step = partial(self._rows_of_step, on_way, state, sample_spans, texts, first=first)
+                step = partial(self._rows_of_step, on_way, given)
                 later = summary.add_later(lambda: self._rows_to_add(state, places, step()), len(texts), state.texts)
                 on_way.copied.when_full(later)
                 return
-            rows = self._measure_rows(call, state, sample_spans, texts, first=first)
+            rows = self._measure_rows(call, given)
             for measured, place in self._rows_to_add(state, places, rows):
                 summary.add(measured, state.texts, first=place)
             return
-        records = self._record_texts(call, state, sample_spans, texts, first=first)
+        records = self._record_texts(call, given)
         for place, recorded in zip(places, records, strict=True):
             samples[place].append_call(recorded)
             self.record.add_calls(layer, [(samples[place], len(samples[place].calls) - 1)])
 
-    def _record_texts(
-        self,
-        call: AttentionCall,
-        state: _LayerCall,
-        sample_spans: SampleSpans,
-        texts: Sequence[TextInCall],
-        *,
-        first: bool,
-    ) -> Iterator[RecordedCall]:
-        """Measure texts of a call, all at once if possible, and return what a record keeps of each.
-
-        With `first`, the first keys that the queries of a text see are its first keys.
-        """
+    def _record_texts(self, call: AttentionCall, given: _TextsOfCall) -> Iterator[RecordedCall]:
+        """Measure texts of a call, all at once if possible, and return what a record keeps of each."""
+        state, sample_spans, texts, first = given
         measurer, device = self._measurer_of(state), self._device_of_record(call.request)
-        on_way = self._begin_step(call, state, sample_spans, texts, first=first)
+        on_way = self._begin_step(call, given)
         if on_way is not None:
             step = StepOnItsWay(on_way, measurer.probes, texts)
             yield from record_step(call.request, step, self._samples, sample_spans, device, self._copies)
@@ -549,27 +556,13 @@ class Recorder:
                 device,
             )
 
-    def _begin_step(
-        self,
-        call: AttentionCall,
-        state: _LayerCall,
-        sample_spans: SampleSpans,
-        texts: Sequence[TextInCall],
-        *,
-        first: bool,
-    ) -> CallOnItsWay | None:
+    def _begin_step(self, call: AttentionCall, given: _TextsOfCall) -> CallOnItsWay | None:
         """Measure texts of a call of a GPU, such as a step of a cache, in one launch, and begin to copy what it found.
-
-        Args:
-            call: the call.
-            state: the call, as the layer has it.
-            sample_spans: the positions of its texts.
-            texts: the texts.
-            first: whether the first keys that the queries of a text see are its first keys.
 
         Returns:
             the call on the CPU; None on another device, and where it has to be waited for.
         """
+        state, sample_spans, texts, first = given
         request = call.request
         if request.shape.device.type != "cuda" or (self._keeps_qk and request.q.dtype != request.k.dtype):
             return None
@@ -579,33 +572,18 @@ class Recorder:
         self.requested_statistics = frozenset()  # one launch has measured all, with the first keys of the texts
         return CallOnItsWay.begin(call, found, sample_spans.request, self._copies)
 
-    def _rows_of_step(
-        self,
-        on_way: CallOnItsWay,
-        state: _LayerCall,
-        sample_spans: SampleSpans,
-        texts: Sequence[TextInCall],
-        *,
-        first: bool,
-    ) -> list[MeasuredRows]:
+    def _rows_of_step(self, on_way: CallOnItsWay, given: _TextsOfCall) -> list[MeasuredRows]:
         """Wait for a step on a GPU, and return the rows of each text for a summary."""
-        call = on_way.awaited()
+        call, (state, sample_spans, texts, first) = on_way.awaited(), given
         context = self._measurer_of(state).context_of_texts(call, sample_spans, texts, first=first, fewest=1)
         assert context is not None
         rows = rows_of_texts(call, texts)
         found = self._measure_with_chance(call, rows, context, state, knows_first_keys=True).texts()
         return self._with_ids_so_far(found, state, texts)
 
-    def _measure_rows(
-        self,
-        call: AttentionCall,
-        state: _LayerCall,
-        sample_spans: SampleSpans,
-        texts: Sequence[TextInCall],
-        *,
-        first: bool,
-    ) -> list[MeasuredRows]:
+    def _measure_rows(self, call: AttentionCall, given: _TextsOfCall) -> list[MeasuredRows]:
         """Measure texts of a call for a summary, all at once if possible, and return the rows of each."""
+        state, sample_spans, texts, first = given
         together = self._measurer_of(state).context_of_texts(call, sample_spans, texts, first=first)
         if together is not None:
             found = self._measure_with_chance(call, rows_of_texts(call, texts), together, state).texts()
@@ -642,15 +620,16 @@ class Recorder:
         if state.in_pictures and (generation := self.inputs.generation) is not None:
             prompts = [generation.prompt_of_row(text.span.sample, call.request.shape.batch) for text in texts]
             texts = [text._replace(pictures=tokens[each]) for text, each in zip(texts, prompts, strict=True)]
+        given = _TextsOfCall(state, sample_spans, texts, first)
         found: Iterable[RecordedCall | MeasuredRows | Callable[[], MeasuredRows]]
         if layer.running_summary is None:
-            recorded = self._record_texts(call, state, sample_spans, texts, first=first)
+            recorded = self._record_texts(call, given)
             found = (each.with_own_keys(first=first, cross_attention=crosses) for each in recorded)
-        elif (on_way := self._begin_step(call, state, sample_spans, texts, first=first)) is not None:
-            step = cache(partial(self._rows_of_step, on_way, state, sample_spans, texts, first=first))
+        elif (on_way := self._begin_step(call, given)) is not None:
+            step = cache(partial(self._rows_of_step, on_way, given))
             found = [partial(lambda place: step()[place], place) for place in range(len(texts))]
         else:
-            found = self._measure_rows(call, state, sample_spans, texts, first=first)
+            found = self._measure_rows(call, given)
         for (row, text), measured in zip(parts, found, strict=True):
             held = HeldPart(text.span.queries[1], crosses, text.ids if crosses else None, measured)
             row.held.setdefault(layer.name, []).append(held)

@@ -336,10 +336,10 @@ class Trial:
         """
         begun = perf_counter()
         self.check_token(run, token)
-        measure = self.task.measure(run, token, estimated=True)
-        found: Numbers | None = None
         if len(run.encoded_rows) > MAX_ESTIMATED_SENTENCES:
             return {"effects": None, "seconds": 0.0}
+        measure = self.task.measure(run, token, estimated=True)
+        found: Numbers | None = None
         with suppress(ArgumentError), self._run_until_cancelled(run.replay, is_cancelled):
             batch = {**run.batch, **self.task.options}
             gates = gradients_of_gates(self.loaded.model, batch, measure, ScaledOutput(), None)
